@@ -1,0 +1,42 @@
+# `make quickstart` and `make test` set everything up on first use. Nothing else is needed.
+
+.PHONY: quickstart test soak check lock clean
+
+# A uv that answers, else a private one (a version manager's stub may exist and fail).
+UV := $(shell uv --version >/dev/null 2>&1 && echo uv || echo .tools/bin/uv)
+BIN := .venv/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+quickstart: .venv/ready
+	$(BIN)/mixtron quickstart
+
+test: .venv/ready
+	$(PYTEST) -m "not soak" $(ARGS)
+
+soak: .venv/ready
+	$(PYTEST) -m soak $(ARGS)
+
+check: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p .typing/mixtron
+	for root in megatron_ext kernels data_prep launch; do ln -sfn ../../$$root .typing/mixtron/$$root; done
+	$(BIN)/pyright
+
+# Pins every dependency with its hashes; commit requirements.lock.
+lock: $(if $(filter uv,$(UV)),,.tools/bin/uv)
+	$(UV) lock --upgrade
+	$(UV) export -q --all-groups --extra quickstart --no-emit-project --no-annotate --no-header -o requirements.lock
+
+.venv/ready: requirements.lock pyproject.toml setup.py $(if $(filter uv,$(UV)),,.tools/bin/uv)
+	$(UV) venv -q --allow-existing --python "$$(cat .python-version)" .venv
+	$(UV) pip sync -q --require-hashes requirements.lock
+	$(UV) pip install -q --no-deps -e .
+	touch $@
+
+.tools/bin/uv:
+	python3 -m venv .tools || PYENV_VERSION=system python3 -m venv .tools
+	.tools/bin/python -m pip install -q uv
+
+clean:
+	rm -rf .venv .tools runs
