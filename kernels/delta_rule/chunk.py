@@ -1,0 +1,182 @@
+"""The delta rule, chunkwise parallel, in torch. The derivation is in README.md."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mixtron.kernels.delta_rule.decode import StepSize
+
+CHUNK_LENGTH = 64
+SEGMENT_CHUNKS = 2048
+"""Chunks (over batch and heads) whose intermediates exist at once; it bounds the memory."""
+
+
+def delta_rule_chunk(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTJV: Tensor,
+    log_decay_BTJ: Tensor | None,
+    eta_BTJ: Tensor,
+    *,
+    step_size: StepSize,
+    eps: float = 1e-6,
+    scale: float | None = None,
+    initial_state_BJKV: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_length: int = CHUNK_LENGTH,
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results of `delta_rule`, by triangular solves and matrix products.
+
+    The arithmetic is fp64 for fp64 inputs, else fp32. Backward keeps the inputs and one state per
+    segment of chunks, and computes a segment again when it needs it. Never waits for the device.
+    """
+    B, T, _, K = q_BTHK.shape
+    J, V = v_BTJV.shape[2:]
+    dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
+    if log_decay_BTJ is None:
+        log_decay_BTJ = torch.zeros_like(eta_BTJ)
+    if cu_seqlens is not None:
+        resets_T1 = _resets(cu_seqlens, T)[:, None]
+        log_decay_BTJ = log_decay_BTJ.masked_fill(resets_T1, float("-inf"))
+    if initial_state_BJKV is None:
+        state_BJKV = torch.zeros(B, J, K, V, dtype=dtype, device=q_BTHK.device)
+    else:
+        state_BJKV = initial_state_BJKV.to(dtype)
+    if scale is None:
+        scale = 1 / math.sqrt(K)
+    segment_tokens = chunk_length * max(1, SEGMENT_CHUNKS // (B * J))
+    inputs = (q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ)
+    outputs = []
+    for segment in zip(*(x.split(segment_tokens, dim=1) for x in inputs), strict=True):
+        o_BTJV, state_BJKV = checkpoint(  # type: ignore[misc]
+            _segment,
+            *segment,
+            state_BJKV,
+            step_size,
+            eps,
+            scale,
+            chunk_length,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        outputs.append(o_BTJV)
+    return torch.cat(outputs, dim=1), state_BJKV
+
+
+def _resets(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """[T] bool: tokens that start a document, but for token 0, which may continue one."""
+    starts = torch.zeros(tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
+    starts.index_fill_(0, cu_seqlens.long(), True)
+    starts[:1] = False
+    return starts[:tokens]
+
+
+def _segment(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTJV: Tensor,
+    log_decay_BTJ: Tensor,
+    eta_BTJ: Tensor,
+    state_BJKV: Tensor,
+    step_size: StepSize,
+    eps: float,
+    scale: float,
+    chunk_length: int,
+) -> tuple[Tensor, Tensor]:
+    """Every chunk as an affine map of the state, a scan over the chunks, then the outputs."""
+    dtype, T, (K, V) = state_BJKV.dtype, q_BTHK.shape[1], state_BJKV.shape[2:]
+    groups = v_BTJV.shape[2] // q_BTHK.shape[2]
+    q_BTJK, k_BTJK = (x.to(dtype).repeat_interleave(groups, dim=2) for x in (q_BTHK, k_BTHK))
+    eta_BTJ1 = eta_BTJ.to(dtype).unsqueeze(-1)
+    r_BTJ1 = _rescaling(k_BTJK, eta_BTJ1, step_size, eps)
+    q_BJNCK, k_BJNCK, v_BJNCV, eta_BJNC1, log_decay_BJNC1 = (
+        _chunked(x, chunk_length)
+        for x in (
+            scale * q_BTJK,
+            r_BTJ1 * k_BTJK,
+            r_BTJ1 * v_BTJV.to(dtype),
+            eta_BTJ1,
+            log_decay_BTJ.to(dtype).unsqueeze(-1),
+        )
+    )
+    from_start_BJNC1 = log_decay_BJNC1.cumsum(-2).exp()
+    between_BJNCC = _decay_between(log_decay_BJNC1)
+    to_end_BJNC1 = between_BJNCC[..., -1:, :].mT
+
+    interaction_BJNCC = (eta_BJNC1 * between_BJNCC * (k_BJNCK @ k_BJNCK.mT)).tril(-1)
+    writes_BJNCE = torch.linalg.solve_triangular(
+        interaction_BJNCC,
+        eta_BJNC1 * torch.cat([v_BJNCV, from_start_BJNC1 * k_BJNCK], dim=-1),
+        upper=False,
+        unitriangular=True,
+    )
+    u_BJNCV, w_BJNCK = writes_BJNCE.split([V, K], dim=-1)
+
+    k_end_BJNKC = (to_end_BJNC1 * k_BJNCK).mT
+    identity_KK = torch.eye(K, dtype=dtype, device=k_BTHK.device)
+    transition_BJNKK = from_start_BJNC1[..., -1:, :] * identity_KK - k_end_BJNKC @ w_BJNCK
+    before_BJNKV, state_BJKV = _scan(transition_BJNKK, k_end_BJNKC @ u_BJNCV, state_BJKV)
+
+    scores_BJNCC = between_BJNCC * (q_BJNCK @ k_BJNCK.mT)
+    read_BJNCK = from_start_BJNC1 * q_BJNCK - scores_BJNCC @ w_BJNCK
+    o_BJNCV = read_BJNCK @ before_BJNKV + scores_BJNCC @ u_BJNCV
+    o_BTJV = o_BJNCV.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T]
+    return o_BTJV.to(v_BTJV.dtype), state_BJKV
+
+
+def _rescaling(k_BTJK: Tensor, eta_BTJ1: Tensor, step_size: StepSize, eps: float) -> Tensor:
+    """r [B, T, J, 1] such that the raw step is eta r^2."""
+    norm2_BTJ1 = k_BTJK.square().sum(-1, keepdim=True)
+    match step_size:
+        case "kaczmarz":
+            return (norm2_BTJ1 + eps).rsqrt()
+        case "longhorn":
+            return (1 + eta_BTJ1 * norm2_BTJ1).rsqrt()
+        case "learned":
+            return torch.ones_like(eta_BTJ1)
+
+
+def _chunked(x_BTJE: Tensor, chunk_length: int) -> Tensor:
+    """[B, T, J, E] to [B, J, N, C, E]; zeros (no write, no decay) fill the last chunk."""
+    padding = -x_BTJE.shape[1] % chunk_length
+    x_BTJE = F.pad(x_BTJE, (0, 0, 0, 0, 0, padding))
+    return x_BTJE.unflatten(1, (-1, chunk_length)).permute(0, 3, 1, 2, 4).contiguous()
+
+
+def _decay_between(log_decay_BJNC1: Tensor) -> Tensor:
+    """[B, J, N, C, C]: exp(sum over j < m <= i of log_decay_m), 0 for j > i.
+
+    Each entry is a sum, not a difference of two prefix sums: no cancellation beside strong decays,
+    and log decays of -inf (document starts) give 0, not NaN.
+    """
+    C = log_decay_BJNC1.shape[-2]
+    sums_BJNCC = log_decay_BJNC1.expand(*log_decay_BJNC1.shape[:-1], C).tril(-1).cumsum(-2)
+    future_CC = torch.ones(C, C, dtype=torch.bool, device=sums_BJNCC.device).triu(1)
+    return sums_BJNCC.masked_fill(future_CC, float("-inf")).exp()
+
+
+def _scan(
+    transition_BJNKK: Tensor, write_BJNKV: Tensor, state_BJKV: Tensor
+) -> tuple[Tensor, Tensor]:
+    """S_{n+1} = transition_n S_n + write_n: S before each chunk and after the last.
+
+    Composes neighbouring chunks, scans the half as many pairs, then fills in the states between:
+    log2 N levels of batched products instead of N serial ones.
+    """
+    N = transition_BJNKK.shape[2]
+    if N == 1:
+        after_BJKV = transition_BJNKK[:, :, 0] @ state_BJKV + write_BJNKV[:, :, 0]
+        return state_BJKV.unsqueeze(2), after_BJKV
+    paired = N - N % 2
+    first, second = (transition_BJNKK[:, :, i:paired:2] for i in (0, 1))
+    first_write, second_write = (write_BJNKV[:, :, i:paired:2] for i in (0, 1))
+    outer_BJNKV, state_BJKV = _scan(second @ first, second @ first_write + second_write, state_BJKV)
+    inner_BJNKV = first @ outer_BJNKV + first_write
+    before_BJNKV = torch.stack([outer_BJNKV, inner_BJNKV], dim=3).flatten(2, 3)
+    if paired < N:
+        before_BJNKV = torch.cat([before_BJNKV, state_BJKV.unsqueeze(2)], dim=2)
+        state_BJKV = transition_BJNKK[:, :, -1] @ state_BJKV + write_BJNKV[:, :, -1]
+    return before_BJNKV, state_BJKV

@@ -1,0 +1,12 @@
+"""Rotary position embedding (arXiv 2104.09864), halves rotated against each other."""
+
+import torch
+from torch import Tensor
+
+
+def apply_rope(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Rotates (x[r], x[r + K/2]) by the token's angle r. cos and sin are [T, K/2] fp32."""
+    first, second = x_THK.to(torch.promote_types(x_THK.dtype, cos_TR.dtype)).chunk(2, dim=-1)
+    cos, sin = cos_TR[:, None], sin_TR[:, None]
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotated.to(x_THK.dtype)

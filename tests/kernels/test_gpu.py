@@ -1,0 +1,87 @@
+"""The ops on a GPU, in the dtype they are trained in, against their fp64 references on the CPU."""
+
+import pytest
+import torch
+
+from mixtron.kernels.delta_rule import delta_rule, delta_rule_reference
+from mixtron.kernels.softmax_attention import softmax_attention, softmax_attention_reference
+from tests.helpers.numerics import assert_close_calibrated
+
+pytestmark = pytest.mark.gpu
+LENGTHS = [1, 130, 63, 1, 61]
+
+
+def run(op, inputs, dtype, device, gates=()):
+    """Output and every gradient of sum(output * fixed noise); gates stay in fp32 or above."""
+    leaves = []
+    for name, x in inputs.items():
+        kind = torch.promote_types(dtype, torch.float32) if name in gates else dtype
+        leaves.append(x.detach().to(device, kind).requires_grad_())
+    output = op(*leaves)
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    (output * noise).sum().backward()
+    return {"output": output.detach(), **dict(zip(inputs, (x.grad for x in leaves), strict=True))}
+
+
+def compare(actual, exact, rounded):
+    for name in exact:
+        assert_close_calibrated(actual[name].cpu(), exact[name], rounded[name].cpu(), name=name)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1)])
+def test_softmax_attention(heads, kv_heads, window):
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(LENGTHS)
+    inputs = {
+        name: torch.randn(tokens, h, 64, generator=generator, dtype=torch.float64).bfloat16()
+        for name, h in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    }
+    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0), tokens], dtype=torch.int32)
+
+    def reference(q, k, v):
+        return softmax_attention_reference(q, k, v, LENGTHS, scale=64**-0.5, window=window)
+
+    def packed(q, k, v):
+        return softmax_attention(q, k, v, LENGTHS, cu.to(q.device), scale=64**-0.5, window=window)
+
+    compare(
+        run(packed, inputs, torch.bfloat16, "cuda"),
+        run(reference, inputs, torch.float64, "cpu"),
+        run(reference, inputs, torch.bfloat16, "cpu"),
+    )
+
+
+@pytest.mark.parametrize("step_size", ["kaczmarz", "learned", "longhorn"])
+def test_delta_rule_chunk(step_size):
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(LENGTHS)
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    key = noise(1, tokens, 2, 64)
+    inputs = {
+        "q": torch.nn.functional.normalize(noise(1, tokens, 2, 64), dim=-1).bfloat16(),
+        "k": (torch.nn.functional.normalize(key, dim=-1) if step_size == "learned" else key)
+        .bfloat16(),
+        "v": noise(1, tokens, 4, 64).bfloat16(),
+        "log_decay": -torch.nn.functional.softplus(noise(1, tokens, 4)),
+        "eta": noise(1, tokens, 4).sigmoid(),
+    }
+    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0), tokens], dtype=torch.int32)
+
+    def reference(q, k, v, g, eta):
+        return delta_rule_reference(
+            q, k, v, g, eta, step_size=step_size, cu_seqlens=cu.to(q.device)
+        )[0]
+
+    def chunked(q, k, v, g, eta):
+        return delta_rule(q, k, v, g, eta, step_size=step_size, cu_seqlens=cu.to(q.device))[0]
+
+    gates = ("log_decay", "eta")
+    compare(
+        run(chunked, inputs, torch.bfloat16, "cuda", gates),
+        run(reference, inputs, torch.float64, "cpu", gates),
+        run(reference, inputs, torch.bfloat16, "cpu", gates),
+    )
