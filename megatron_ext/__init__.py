@@ -1,0 +1,1 @@
+"""Megatron-core, extended with pluggable sequence mixers. Importing this imports nothing heavy."""

@@ -1,0 +1,79 @@
+"""The one object that tells every layer about the micro-batch it is working on."""
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+@dataclass(kw_only=True, eq=False)
+class Batch(PackedSeqParams):
+    """A micro-batch flattened to one stream of T tokens, so packed and unpacked are one case.
+
+    Carried as Megatron's `packed_seq_params` to every layer of every pipeline stage. Under context
+    parallelism each rank works on T/cp consecutive tokens of the stream (the one layout there is),
+    while `cu_seqlens` and `lengths` describe the whole stream.
+    """
+
+    cu_seqlens: Tensor
+    """[N+1] int32 on the device: where each document starts, padded by repeating T."""
+    lengths: list[int]
+    """The documents' lengths on the host, without padding. They sum to T."""
+    max_seqlen: int
+    """The longest document."""
+    position_ids: Tensor
+    """[T/cp] int64: each local token's position in its document."""
+    step: int
+    """The optimizer step, for mixers that draw something anew at each."""
+    context_rank: int = 0
+    context_size: int = 1
+    _rope: dict = field(default_factory=dict)
+
+    def rope(self, base: float, dim: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [T/cp, dim/2] fp32 of the local tokens, computed once a micro-batch."""
+        if (base, dim) not in self._rope:
+            device = self.position_ids.device
+            frequency = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
+            angle = self.position_ids[:, None].float() * frequency
+            self._rope[base, dim] = (angle.cos(), angle.sin())
+        return self._rope[base, dim]
+
+
+def make_batch(
+    lengths: list[int],
+    *,
+    step: int,
+    device: torch.device | str,
+    context_rank: int = 0,
+    context_size: int = 1,
+) -> Batch:
+    """Describes a stream of documents of these lengths; this rank holds its share of the tokens.
+
+    Raises:
+        ValueError: a length below 1, or a stream that `context_size` does not divide.
+    """
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"document lengths must be at least 1, found {lengths}")
+    ends = torch.tensor(lengths).cumsum(0)
+    total = int(ends[-1])
+    if total % context_size:
+        raise ValueError(f"{total} tokens cannot be split over {context_size} context ranks")
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+    positions = torch.arange(total) - torch.repeat_interleave(starts[:-1], torch.tensor(lengths))
+    share = total // context_size
+    local = positions[context_rank * share : (context_rank + 1) * share]
+    # Few distinct sizes, so that shape-specialised kernels are compiled only a few times.
+    capacity = max(64, 1 << len(lengths).bit_length())
+    padded = torch.full((capacity,), total, dtype=torch.int32)
+    padded[: len(starts)] = starts.to(torch.int32)
+    return Batch(
+        qkv_format="thd",
+        cu_seqlens=padded.to(device, non_blocking=True),
+        lengths=list(lengths),
+        max_seqlen=max(lengths),
+        position_ids=local.to(device, non_blocking=True),
+        step=step,
+        context_rank=context_rank,
+        context_size=context_size,
+    )

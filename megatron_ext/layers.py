@@ -1,0 +1,211 @@
+"""Pieces that mixers share: norms, the fused input projection, the short convolution."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch import Tensor, nn
+
+from mixtron.kernels.short_convolution import short_convolution
+from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.parameters import (
+    Draw,
+    constant,
+    declare,
+    normal,
+    residual_std,
+    uniform,
+)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in fp32 inside. Works under sequence parallelism.
+
+    There each rank sees its share of the tokens, so the weight's gradient is partial; its mark
+    makes Megatron sum it at the end of the step.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.weight = declare(
+            nn.Parameter(
+                torch.empty(
+                    hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()
+                )
+            ),
+            constant(1.0),
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class ShardedModule(MegatronModule):
+    """A module whose checkpoint layout follows from its parameters' declarations."""
+
+    def __init__(self, config: TransformerConfig, tp_group):
+        super().__init__(config=config)
+        self.tp_group = tp_group
+
+    def new_parameter(self, shape: tuple[int, ...], draw: Draw, dtype=None, **declaration):
+        """A declared parameter on the current device, in the model's dtype unless said."""
+        tensor = torch.empty(
+            shape, dtype=dtype or self.config.params_dtype, device=torch.cuda.current_device()
+        )
+        return declare(nn.Parameter(tensor), draw, **declaration)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets: Any = (), metadata=None):
+        assert metadata is not None, "the checkpoint code passes its metadata"
+        own = dict(self.named_parameters(recurse=False))
+        fused = {n: p for n, p in own.items() if p.declaration.components}  # type: ignore[attr-defined]
+        plain = {n: p for n, p in own.items() if n not in fused}
+        axes = {
+            n: p.declaration.tensor_dim  # type: ignore[attr-defined]
+            for n, p in plain.items()
+            if p.declaration.tensor_dim is not None  # type: ignore[attr-defined]
+        }
+        result = make_sharded_tensors_for_checkpoint(
+            plain,
+            prefix,
+            axes,
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, parameter in fused.items():
+            key = f"{prefix}{name}"
+            components = parameter.declaration.components  # type: ignore[attr-defined]
+            result[key] = component_factory(
+                key, parameter, components, self.tp_group, sharded_offsets, metadata
+            )
+        for name, module in self.named_children():
+            result.update(
+                sharded_state_dict_default(
+                    module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+                )
+            )
+        return result
+
+
+class FusedColumnParallel(ColumnParallelLinear):
+    """One projection for all of a mixer's inputs; each tensor-parallel rank holds a slice of each.
+
+    One matrix, so that the sequence is gathered once; one checkpoint key a component, so that the
+    number of tensor-parallel ranks can change.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, input_size: int, components: dict[str, int], tp_group
+    ):
+        super().__init__(
+            input_size,
+            sum(components.values()),
+            config=config,
+            init_method=_drawn_later,
+            bias=False,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_group=tp_group,
+        )
+        assert self.weight is not None
+        self.components = components
+        self.local_sizes = [size // tp_group.size() for size in components.values()]
+        declare(
+            self.weight,
+            normal(config.init_method_std),
+            tensor_dim=0,
+            components=components,
+        )
+
+    def forward(self, hidden_TBD: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """The local slice of every component, in order. Gathers the sequence under SP."""
+        output, _ = super().forward(hidden_TBD)
+        return output.split(self.local_sizes, dim=-1)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        key = f"{prefix}weight"
+        assert self.weight is not None
+        return {
+            key: component_factory(
+                key, self.weight, self.components, self.tp_group, sharded_offsets, metadata
+            )
+        }
+
+
+def component_factory(
+    key: str, parameter: Tensor, components: dict[str, int], tp_group, sharded_offsets, metadata
+) -> ShardedTensorFactory:
+    """Stores each part of a parameter that is fused along dimension 0 under `<key>.<part>`."""
+    sizes = [size // tp_group.size() for size in components.values()]
+
+    def build(key, tensor, replica_id, flattened_range):
+        return {
+            name: make_tp_sharded_tensor_for_checkpoint(
+                part,
+                f"{key}.{name}",
+                tp_axis=0,
+                prepend_offsets=sharded_offsets,
+                tp_group=tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            for name, part in zip(components, tensor.split(sizes), strict=True)
+        }
+
+    def merge(parts):
+        return torch.cat([parts[name] for name in components])
+
+    return ShardedTensorFactory(key, parameter, build, merge)
+
+
+def _drawn_later(weight: Tensor) -> None:
+    """Megatron asks for a way to fill a weight; ours are drawn once the model stands."""
+
+
+class OutputProjection(RowParallelLinear):
+    """Back into the residual stream; scatters the sequence under SP."""
+
+    def __init__(self, config: TransformerConfig, input_size: int, tp_group):
+        super().__init__(
+            input_size,
+            config.hidden_size,
+            config=config,
+            init_method=_drawn_later,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=tp_group,
+        )
+        std = residual_std(config.init_method_std, config.num_layers)
+        declare(self.weight, normal(std), tensor_dim=1)
+
+
+class ShortConvolution(ShardedModule):
+    """Causal depthwise convolution that starts anew at every document, then SiLU.
+
+    One weight [channels/tp, width] over all components, one checkpoint key a component. Drawn
+    uniformly in +-1/sqrt(width), the bound of a convolution with that fan-in.
+    """
+
+    def __init__(self, config: TransformerConfig, components: dict[str, int], width: int, tp_group):
+        super().__init__(config, tp_group)
+        bound = width**-0.5
+        self.weight = self.new_parameter(
+            (sum(components.values()) // tp_group.size(), width),
+            uniform(-bound, bound),
+            tensor_dim=0,
+            components=components,
+        )
+
+    def forward(self, x_TBE: Tensor, batch: Batch) -> Tensor:
+        return F.silu(short_convolution(x_TBE, self.weight, batch.position_ids))

@@ -1,0 +1,60 @@
+"""What a mixer must provide.
+
+A mixer is two classes. `Config` (this file's `MixerConfig`) is what a person writes under `mixers:`
+and everything that can be known without building a model: parameters, FLOPs, state, memory, and
+what the mixer refuses. `Mixer` (a Megatron module, see `module.py` of any mixer) maps hidden states
+[T, 1, D] to [T, 1, D] under tensor, sequence and context parallelism.
+"""
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from mixtron.megatron_ext.errors import ConfigError
+
+
+class MixerConfig(BaseModel):
+    """Options of one mixer. Subclasses add `type: Literal[<folder name>]` and their own fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    type: str
+
+    context_parallel: ClassVar[bool] = False
+    """Whether the mixer runs with its sequence split over ranks."""
+
+    def parameters(self, hidden_size: int) -> dict[str, int]:
+        """Trainable parameters of one layer's mixer by part, over all tensor-parallel ranks."""
+        raise NotImplementedError
+
+    def flops_per_token(self, hidden_size: int, sequence_length: int) -> float:
+        """Forward FLOPs a token (a multiply-add is 2), averaged over a document of this length."""
+        raise NotImplementedError
+
+    def state_bytes(self, context_tokens: int, bytes_per_element: int) -> int:
+        """Bytes one layer keeps for decoding one sequence after `context_tokens`."""
+        raise NotImplementedError
+
+    def activation_bytes_per_token(
+        self, hidden_size: int, tensor: int, bytes_per_element: int
+    ) -> float:
+        """Bytes one rank keeps a token for backward, of what tensor parallelism splits."""
+        raise NotImplementedError
+
+    def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
+        """Raises ConfigError for what this mixer cannot do, naming the key and the value."""
+        if context > 1 and not self.context_parallel:
+            raise ConfigError(
+                f"parallel.context={context}: mixer {name!r} (type {self.type!r}) has no context "
+                "parallelism; use parallel.context=1"
+            )
+
+
+def require_divisible(name: str, field: str, value: int, tensor: int) -> None:
+    """Refuses a head count that tensor parallelism cannot split evenly."""
+    if value % tensor:
+        fits = [t for t in range(1, value + 1) if value % t == 0]
+        raise ConfigError(
+            f"mixers.{name}.{field}={value} is not divisible by parallel.tensor={tensor}; "
+            f"values of parallel.tensor that work: {', '.join(map(str, fits))}"
+        )

@@ -1,0 +1,1 @@
+"""Kaczmarz linear attention and its delta-rule relatives."""

@@ -1,0 +1,103 @@
+"""KLA (arXiv 2605.08587) as a Megatron layer's mixer."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mixtron.kernels.delta_rule import delta_rule
+from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.layers import (
+    FusedColumnParallel,
+    OutputProjection,
+    ShardedModule,
+    ShortConvolution,
+)
+from mixtron.megatron_ext.mixers.kla.config import Config
+from mixtron.megatron_ext.parameters import constant, replicated
+
+
+def draw_log_decay_rate(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """A_log, with A ~ U(1, 16)."""
+    return (torch.rand(shape, generator=generator) * 15 + 1).log()
+
+
+def draw_dt_bias(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """softplus^-1(dt), dt log-uniform in [1e-3, 1e-1]: the state starts by forgetting slowly."""
+    low, high = math.log(1e-3), math.log(1e-1)
+    dt = (torch.rand(shape, generator=generator) * (high - low) + low).exp()
+    return dt + torch.log(-torch.expm1(-dt))
+
+
+class Mixer(ShardedModule):
+    """S~ = alpha S; S = S~ + beta k (v - S~^T k)^T; o = K^-1/2 S^T q. See kernels/delta_rule.
+
+    q, k, v pass a causal convolution and SiLU, q is L2-normalised; decay and step size come from
+    the input, one a value head; the output is a gated RMSNorm over each value head, then projected.
+
+    TP: heads. SP: gathered by the input projection, scattered by the output one. CP: refused.
+    Initialisation: matrices N(0, std), A ~ U(1, 16), dt log-uniform in [1e-3, 1e-1], norm 1. Decay
+    parameters are fp32 whatever the model's dtype.
+    """
+
+    def __init__(self, config, layer_number: int, mixer: Config, pg_collection, **_):
+        super().__init__(config, pg_collection.tp)
+        self.mixer = mixer
+        self.in_proj = FusedColumnParallel(
+            config, config.hidden_size, mixer.components(), self.tp_group
+        )
+        self.convolution = ShortConvolution(
+            config, mixer.convolved(), mixer.conv_width, self.tp_group
+        )
+        if mixer.decay == "gated":
+            shape = (mixer.value_heads // self.tp_group.size(),)
+            self.log_decay_rate = self.new_parameter(
+                shape, draw_log_decay_rate, dtype=torch.float32, tensor_dim=0
+            )
+            self.dt_bias = self.new_parameter(
+                shape, draw_dt_bias, dtype=torch.float32, tensor_dim=0
+            )
+        self.norm_weight = self.new_parameter((mixer.value_dim,), constant(1.0))
+        self.out_proj = OutputProjection(config, mixer.value_heads * mixer.value_dim, self.tp_group)
+
+    def forward(
+        self, hidden_TBD: Tensor, attention_mask=None, packed_seq_params: Batch | None = None, **_
+    ):
+        batch, mixer = packed_seq_params, self.mixer
+        assert batch is not None
+        parts = dict(zip(mixer.components(), self.in_proj(hidden_TBD), strict=True))
+        convolved = torch.cat([parts[name] for name in mixer.convolved()], dim=-1)
+        q_BTHK, k_BTHK, v_BTJV = self._heads(self.convolution(convolved, batch))
+        o_BTJV = delta_rule(
+            F.normalize(q_BTHK.float(), dim=-1).to(q_BTHK.dtype),
+            F.normalize(k_BTHK.float(), dim=-1).to(k_BTHK.dtype)
+            if mixer.normalize_keys
+            else k_BTHK,
+            v_BTJV,
+            self._log_decay(parts["decay"]) if mixer.decay == "gated" else None,
+            parts["step_size"].transpose(0, 1).float().sigmoid(),
+            step_size=mixer.step_size,
+            cu_seqlens=batch.cu_seqlens,
+        )[0]
+        (weight,) = replicated(self.tp_group, self.norm_weight)
+        o_BTJV = F.rms_norm(o_BTJV, weight.shape, weight, self.config.layernorm_epsilon)
+        o_TBE = o_BTJV.flatten(2).transpose(0, 1)
+        if mixer.output_gate:
+            o_TBE = o_TBE * F.silu(parts["gate"])
+        return self.out_proj(o_TBE)
+
+    def _heads(self, convolved_TBE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tp, mixer = self.tp_group.size(), self.mixer
+        sizes = [size // tp for size in mixer.convolved().values()]
+        q, k, v = (x.transpose(0, 1) for x in convolved_TBE.split(sizes, dim=-1))
+        return (
+            q.unflatten(-1, (-1, mixer.key_dim)),
+            k.unflatten(-1, (-1, mixer.key_dim)),
+            v.unflatten(-1, (-1, mixer.value_dim)),
+        )
+
+    def _log_decay(self, a_TBJ: Tensor) -> Tensor:
+        """g = -exp(A_log) softplus(a + dt_bias), fp32 [B, T, J]."""
+        dt_BTJ = F.softplus(a_TBJ.transpose(0, 1).float() + self.dt_bias)
+        return -self.log_decay_rate.exp() * dt_BTJ

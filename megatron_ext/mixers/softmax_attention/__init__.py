@@ -1,0 +1,1 @@
+"""Softmax attention: grouped queries, RoPE, optional QK norm and window."""

@@ -1,0 +1,78 @@
+"""Options of softmax attention."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from mixtron.megatron_ext.errors import ConfigError
+from mixtron.megatron_ext.mixers.base import MixerConfig, require_divisible
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Config(MixerConfig):
+    type: Literal["softmax_attention"] = "softmax_attention"  # pyright: ignore[reportIncompatibleVariableOverride]
+    heads: Positive
+    kv_heads: Positive
+    """Key/value heads; `heads` is a multiple of it."""
+    head_dim: Annotated[int, Field(gt=0, multiple_of=2)]
+    rope_base: Annotated[float, Field(gt=1)] | None = 10000.0
+    """null: no position encoding."""
+    qk_norm: bool = False
+    """RMSNorm over each query and key head, before RoPE."""
+    window: Positive | None = None
+    """Tokens a token attends, itself included; null is all before it."""
+
+    context_parallel: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _groups(self):
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        return self
+
+    def components(self) -> dict[str, int]:
+        """Rows of the fused input projection."""
+        kv = self.kv_heads * self.head_dim
+        return {"query": self.heads * self.head_dim, "key": kv, "value": kv}
+
+    def parameters(self, hidden_size: int) -> dict[str, int]:
+        return {
+            "projections": hidden_size
+            * (sum(self.components().values()) + self.heads * self.head_dim),
+            "norms": 2 * self.head_dim if self.qk_norm else 0,
+        }
+
+    def flops_per_token(self, hidden_size: int, sequence_length: int) -> float:
+        attended = (sequence_length + 1) / 2
+        if self.window is not None and self.window < sequence_length:
+            attended = self.window - self.window * (self.window - 1) / (2 * sequence_length)
+        scores = 4 * self.heads * self.head_dim * attended
+        return 2 * self.parameters(hidden_size)["projections"] + scores
+
+    def state_bytes(self, context_tokens: int, bytes_per_element: int) -> int:
+        kept = min(context_tokens, self.window or context_tokens)
+        return 2 * kept * self.kv_heads * self.head_dim * bytes_per_element
+
+    def activation_bytes_per_token(
+        self, hidden_size: int, tensor: int, bytes_per_element: int
+    ) -> float:
+        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        # q, k, v after RoPE, the output, k and v repeated over the group, the log-sum-exp in fp32.
+        elements = 2 * query + 2 * kv + (2 * query if self.heads != self.kv_heads else 0)
+        return (elements * bytes_per_element + 4 * self.heads) / tensor
+
+    def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
+        super().check(name, hidden_size, tensor, context)
+        for field in ("heads", "kv_heads"):
+            value = getattr(self, field)
+            require_divisible(name, field, value, tensor)
+            if (value // tensor) % context:
+                local = value // tensor
+                fits = [c for c in range(1, local + 1) if local % c == 0]
+                raise ConfigError(
+                    f"parallel.context={context}: mixers.{name}.{field}={value} over "
+                    f"parallel.tensor={tensor} leaves {local} heads, which context ranks exchange "
+                    f"for tokens; values of parallel.context that work: "
+                    f"{', '.join(map(str, fits))}"
+                )

@@ -1,0 +1,65 @@
+"""Softmax attention as a Megatron layer's mixer."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mixtron.kernels.softmax_attention import apply_rope, softmax_attention
+from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.context_parallel import heads_to_sequence, sequence_to_heads
+from mixtron.megatron_ext.layers import FusedColumnParallel, OutputProjection, ShardedModule
+from mixtron.megatron_ext.mixers.softmax_attention.config import Config
+from mixtron.megatron_ext.parameters import constant, replicated
+
+
+class Mixer(ShardedModule):
+    """q, k, v = W x; QK norm; RoPE; causal attention inside each document; output projection.
+
+    TP: heads. SP: gathered by the input projection, scattered by the output one. CP: heads are
+    exchanged for tokens around the attention itself, so `heads` and `kv_heads` over TP must be
+    divisible by CP.
+    """
+
+    def __init__(self, config, layer_number: int, mixer: Config, pg_collection, **_):
+        super().__init__(config, pg_collection.tp)
+        self.mixer = mixer
+        self.cp_group = pg_collection.cp
+        self.in_proj = FusedColumnParallel(
+            config, config.hidden_size, mixer.components(), self.tp_group
+        )
+        self.out_proj = OutputProjection(config, mixer.heads * mixer.head_dim, self.tp_group)
+        if mixer.qk_norm:
+            self.q_norm_weight = self.new_parameter((mixer.head_dim,), constant(1.0))
+            self.k_norm_weight = self.new_parameter((mixer.head_dim,), constant(1.0))
+
+    def forward(
+        self, hidden_TBD: Tensor, attention_mask=None, packed_seq_params: Batch | None = None, **_
+    ):
+        batch, mixer = packed_seq_params, self.mixer
+        assert batch is not None
+        q_THK, k_TGK, v_TGK = (
+            part.reshape(part.shape[0], -1, mixer.head_dim) for part in self.in_proj(hidden_TBD)
+        )
+        if mixer.qk_norm:
+            q_weight, k_weight = replicated(self.tp_group, self.q_norm_weight, self.k_norm_weight)
+            eps = self.config.layernorm_epsilon
+            q_THK = F.rms_norm(q_THK, q_weight.shape, q_weight, eps)
+            k_TGK = F.rms_norm(k_TGK, k_weight.shape, k_weight, eps)
+        if mixer.rope_base is not None:
+            cos, sin = batch.rope(mixer.rope_base, mixer.head_dim)
+            q_THK, k_TGK = apply_rope(q_THK, cos, sin), apply_rope(k_TGK, cos, sin)
+        if batch.context_size > 1:
+            q_THK, k_TGK, v_TGK = (
+                sequence_to_heads(x, self.cp_group) for x in (q_THK, k_TGK, v_TGK)
+            )
+        o_THK = softmax_attention(
+            q_THK,
+            k_TGK,
+            v_TGK,
+            batch.lengths,
+            batch.cu_seqlens,
+            scale=mixer.head_dim**-0.5,
+            window=mixer.window,
+        )
+        if batch.context_size > 1:
+            o_THK = heads_to_sequence(o_THK, self.cp_group)
+        return self.out_proj(o_THK.reshape(o_THK.shape[0], 1, -1))
