@@ -30,6 +30,13 @@ class Batch(PackedSeqParams):
     context_size: int = 1
     _rope: dict = field(default_factory=dict)
 
+    @property
+    def local_cu_seqlens(self) -> Tensor:
+        """`cu_seqlens` within this rank's tokens: from 0, although a document may have begun
+        before, to T/cp, although one may go on after."""
+        share = self.position_ids.shape[0]
+        return (self.cu_seqlens - self.context_rank * share).clamp(0, share)
+
     def rope(self, base: float, dim: int) -> tuple[Tensor, Tensor]:
         """cos and sin [T/cp, dim/2] fp32 of the local tokens, computed once a micro-batch."""
         if (base, dim) not in self._rope:

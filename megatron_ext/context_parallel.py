@@ -35,3 +35,60 @@ def heads_to_sequence(x_THK: Tensor, group: dist.ProcessGroup) -> Tensor:
     total, heads, dim = x_THK.shape
     blocks = _AllToAll.apply(x_THK.reshape(size, total // size, heads, dim), group)
     return blocks.transpose(0, 1).reshape(total // size, size * heads, dim)  # type: ignore[union-attr]
+
+
+class _Gather(torch.autograd.Function):
+    """[...] of every rank as [cp, ...]; backward returns to each rank the sum of its gradients."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        # Flat along dimension 0, the one form that gloo takes too.
+        gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return gathered.unflatten(0, (group.size(), -1))
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        own = grad.new_empty(grad.shape[1:])
+        dist.reduce_scatter_tensor(own, grad.flatten(0, 1).contiguous(), group=ctx.group)
+        return own, None
+
+
+def state_before(
+    transition_BJKK: Tensor, write_BJKV: Tensor, starts_document: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """The recurrent state [B, J, K, V] fp32 that the ranks before this one leave to it.
+
+    Every rank sums its tokens up as S_after = transition S_before + write and sends
+    4 J K (K + V) bytes, whatever its number of tokens; each folds the maps of those before it.
+
+    Args:
+        starts_document: whether this rank's first token begins a document (0-dim bool): then
+            nothing reaches it, or what comes after, from before.
+    """
+    keeps = (~starts_document).to(transition_BJKK.dtype)
+    K = transition_BJKK.shape[-1]
+    own = torch.cat([keeps * transition_BJKK, write_BJKV], dim=-1)
+    maps = _Gather.apply(own, group)
+    state_BJKV = torch.zeros_like(write_BJKV)
+    for before in range(group.rank()):
+        transition, write = maps[before][..., :K], maps[before][..., K:]  # type: ignore[index]
+        state_BJKV = transition @ state_BJKV + write
+    # Every rank's backward takes part in the exchange, also that of a rank that used nothing of it.
+    return keeps * state_BJKV + 0 * maps[group.rank()][..., K:]  # type: ignore[index]
+
+
+def rows_before(x_TBE: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+    """The last rows [rows, B, E] of the rank before this one; zeros on the first.
+
+    Raises:
+        ValueError: a rank holds fewer rows than asked for.
+    """
+    if rows > x_TBE.shape[0]:
+        raise ValueError(
+            f"a context rank holds {x_TBE.shape[0]} tokens, fewer than the {rows} the next needs"
+        )
+    tails = _Gather.apply(x_TBE[-rows:], group)
+    rank = group.rank()
+    return tails[rank - 1] if rank else 0 * tails[0]  # type: ignore[index]

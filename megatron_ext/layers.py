@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mixtron.kernels.short_convolution import short_convolution
 from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.context_parallel import rows_before
 from mixtron.megatron_ext.parameters import (
     Draw,
     constant,
@@ -193,12 +194,22 @@ class OutputProjection(RowParallelLinear):
 class ShortConvolution(ShardedModule):
     """Causal depthwise convolution that starts anew at every document, then SiLU.
 
+    Under context parallelism a rank takes the last width - 1 tokens of the one before it.
+
     One weight [channels/tp, width] over all components, one checkpoint key a component. Drawn
     uniformly in +-1/sqrt(width), the bound of a convolution with that fan-in.
     """
 
-    def __init__(self, config: TransformerConfig, components: dict[str, int], width: int, tp_group):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        components: dict[str, int],
+        width: int,
+        tp_group,
+        cp_group,
+    ):
         super().__init__(config, tp_group)
+        self.cp_group = cp_group
         bound = width**-0.5
         self.weight = self.new_parameter(
             (sum(components.values()) // tp_group.size(), width),
@@ -208,4 +219,9 @@ class ShortConvolution(ShardedModule):
         )
 
     def forward(self, x_TBE: Tensor, batch: Batch) -> Tensor:
-        return F.silu(short_convolution(x_TBE, self.weight, batch.position_ids))
+        halo, position_T = self.weight.shape[1] - 1, batch.position_ids
+        if batch.context_size == 1 or halo == 0:
+            return F.silu(short_convolution(x_TBE, self.weight, position_T))
+        x_TBE = torch.cat([rows_before(x_TBE, halo, self.cp_group), x_TBE])
+        position_T = F.pad(position_T, (halo, 0))
+        return F.silu(short_convolution(x_TBE, self.weight, position_T)[halo:])

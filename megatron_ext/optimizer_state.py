@@ -36,9 +36,9 @@ def optimizer_shards(optimizer: MegatronOptimizer, model_shards: dict) -> list[S
     shards = []
     for part in _parts(optimizer):
         _allocate(part)
-        for parameter in part.model_param_group_index_map:
+        for parameter, main in _owned(part):
             held = part._get_model_param_range_map(parameter)["param"]
-            tensors = part._get_main_param_and_optimizer_states(parameter)
+            tensors = {"param": main, **part.optimizer.state[main]}
             for piece in stored_tensors(by_parameter[parameter]):
                 shards += _piece_shards(parameter, piece, held.start, held.end, tensors)
     return shards
@@ -77,6 +77,20 @@ def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
                 "only the state of torch.optim.AdamW can be stored"
             )
     return parts
+
+
+def _owned(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Parameters that this rank owns elements of, each with those elements in fp32.
+
+    Megatron's own map from a parameter to its place in the optimizer counts bf16 and fp32
+    parameters in one order and keeps them in another: it mixes up their states.
+    """
+    for groups, main_groups in (
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        (part.model_fp32_groups, part.shard_fp32_groups),
+    ):
+        for parameters, mains in zip(groups, main_groups, strict=True):
+            yield from zip(parameters, mains, strict=True)
 
 
 def _allocate(part: DistributedOptimizer) -> None:

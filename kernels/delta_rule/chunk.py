@@ -1,6 +1,7 @@
 """The delta rule, chunkwise parallel, in torch. The derivation is in README.md."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -33,14 +34,10 @@ def delta_rule_chunk(
     The arithmetic is fp64 for fp64 inputs, else fp32. Backward keeps the inputs and one state per
     segment of chunks, and computes a segment again when it needs it. Never waits for the device.
     """
-    B, T, _, K = q_BTHK.shape
+    B, K = q_BTHK.shape[0], q_BTHK.shape[3]
     J, V = v_BTJV.shape[2:]
     dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
-    if log_decay_BTJ is None:
-        log_decay_BTJ = torch.zeros_like(eta_BTJ)
-    if cu_seqlens is not None:
-        resets_T1 = _resets(cu_seqlens, T)[:, None]
-        log_decay_BTJ = log_decay_BTJ.masked_fill(resets_T1, float("-inf"))
+    log_decay_BTJ = _with_resets(log_decay_BTJ, eta_BTJ, cu_seqlens)
     if initial_state_BJKV is None:
         state_BJKV = torch.zeros(B, J, K, V, dtype=dtype, device=q_BTHK.device)
     else:
@@ -66,12 +63,127 @@ def delta_rule_chunk(
     return torch.cat(outputs, dim=1), state_BJKV
 
 
-def _resets(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """[T] bool: tokens that start a document, but for token 0, which may continue one."""
-    starts = torch.zeros(tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
+def delta_rule_segment_map(
+    k_BTHK: Tensor,
+    v_BTJV: Tensor,
+    log_decay_BTJ: Tensor | None,
+    eta_BTJ: Tensor,
+    *,
+    step_size: StepSize,
+    eps: float = 1e-6,
+    cu_seqlens: Tensor | None = None,
+    chunk_length: int = CHUNK_LENGTH,
+) -> tuple[Tensor, Tensor]:
+    """What a stretch of tokens does to the state before it: S_after = M S_before + h.
+
+    Arguments as for `delta_rule`. A rank that holds the stretch sends M [B, J, K, K] and
+    h [B, J, K, V] (fp32; fp64 for fp64 inputs) to those after it, whatever T is.
+    """
+    B, J = k_BTHK.shape[0], v_BTJV.shape[2]
+    log_decay_BTJ = _with_resets(log_decay_BTJ, eta_BTJ, cu_seqlens)
+    segment_tokens = chunk_length * max(1, SEGMENT_CHUNKS // (B * J))
+    inputs = (k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ)
+    total_BJKK = total_BJKV = None
+    for segment in zip(*(x.split(segment_tokens, dim=1) for x in inputs), strict=True):
+        M_BJKK, h_BJKV = checkpoint(  # type: ignore[misc]
+            _segment_map,
+            *segment,
+            step_size,
+            eps,
+            chunk_length,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        if total_BJKK is None:
+            total_BJKK, total_BJKV = M_BJKK, h_BJKV
+        else:
+            total_BJKK, total_BJKV = M_BJKK @ total_BJKK, M_BJKK @ total_BJKV + h_BJKV
+    assert total_BJKK is not None
+    assert total_BJKV is not None
+    return total_BJKK, total_BJKV
+
+
+def _with_resets(
+    log_decay_BTJ: Tensor | None, eta_BTJ: Tensor, cu_seqlens: Tensor | None
+) -> Tensor:
+    """The log decay, -inf where a document starts, but for token 0, which may continue one."""
+    if log_decay_BTJ is None:
+        log_decay_BTJ = torch.zeros_like(eta_BTJ)
+    if cu_seqlens is None:
+        return log_decay_BTJ
+    T = eta_BTJ.shape[1]
+    starts = torch.zeros(T + 1, dtype=torch.bool, device=cu_seqlens.device)
     starts.index_fill_(0, cu_seqlens.long(), True)
     starts[:1] = False
-    return starts[:tokens]
+    return log_decay_BTJ.masked_fill(starts[:T, None], float("-inf"))
+
+
+@dataclass(frozen=True)
+class ChunkMaps:
+    """Every chunk as an affine map of the state before it, S_after = transition S + write, and what
+    the outputs need of it. All in the arithmetic dtype; k is rescaled."""
+
+    k_BJNCK: Tensor
+    between_BJNCC: Tensor
+    """exp of the log decay from after token j to token i; 0 for j > i."""
+    from_start_BJNC1: Tensor
+    """exp of the log decay from the chunk's start to token i."""
+    u_BJNCV: Tensor
+    w_BJNCK: Tensor
+    """Token i writes k_i (u_i - S^T w_i)^T, with S the state before the chunk."""
+    transition_BJNKK: Tensor
+    write_BJNKV: Tensor
+
+
+def _chunk_maps(
+    k_BTHK: Tensor,
+    v_BTJV: Tensor,
+    log_decay_BTJ: Tensor,
+    eta_BTJ: Tensor,
+    dtype: torch.dtype,
+    step_size: StepSize,
+    eps: float,
+    chunk_length: int,
+) -> ChunkMaps:
+    """The triangular solves: all that does not depend on the state or on q."""
+    K, V = k_BTHK.shape[3], v_BTJV.shape[3]
+    k_BTJK = _to_value_heads(k_BTHK, v_BTJV.shape[2], dtype)
+    eta_BTJ1 = eta_BTJ.to(dtype).unsqueeze(-1)
+    r_BTJ1 = _rescaling(k_BTJK, eta_BTJ1, step_size, eps)
+    k, v, eta_BJNC1, log_decay_BJNC1 = (
+        _chunked(x, chunk_length)
+        for x in (
+            r_BTJ1 * k_BTJK,
+            r_BTJ1 * v_BTJV.to(dtype),
+            eta_BTJ1,
+            log_decay_BTJ.to(dtype).unsqueeze(-1),
+        )
+    )
+    from_start_BJNC1 = log_decay_BJNC1.cumsum(-2).exp()
+    between_BJNCC = _decay_between(log_decay_BJNC1)
+    to_end_BJNC1 = between_BJNCC[..., -1:, :].mT
+
+    interaction_BJNCC = (eta_BJNC1 * between_BJNCC * (k @ k.mT)).tril(-1)
+    writes_BJNCE = torch.linalg.solve_triangular(
+        interaction_BJNCC,
+        eta_BJNC1 * torch.cat([v, from_start_BJNC1 * k], dim=-1),
+        upper=False,
+        unitriangular=True,
+    )
+    u_BJNCV, w_BJNCK = writes_BJNCE.split([V, K], dim=-1)
+
+    k_end_BJNKC = (to_end_BJNC1 * k).mT
+    identity_KK = torch.eye(K, dtype=dtype, device=k.device)
+    transition_BJNKK = from_start_BJNC1[..., -1:, :] * identity_KK - k_end_BJNKC @ w_BJNCK
+    return ChunkMaps(
+        k,
+        between_BJNCC,
+        from_start_BJNC1,
+        u_BJNCV,
+        w_BJNCK,
+        transition_BJNKK,
+        k_end_BJNKC @ u_BJNCV,
+    )
 
 
 def _segment(
@@ -86,45 +198,36 @@ def _segment(
     scale: float,
     chunk_length: int,
 ) -> tuple[Tensor, Tensor]:
-    """Every chunk as an affine map of the state, a scan over the chunks, then the outputs."""
-    dtype, T, (K, V) = state_BJKV.dtype, q_BTHK.shape[1], state_BJKV.shape[2:]
-    groups = v_BTJV.shape[2] // q_BTHK.shape[2]
-    q_BTJK, k_BTJK = (x.to(dtype).repeat_interleave(groups, dim=2) for x in (q_BTHK, k_BTHK))
-    eta_BTJ1 = eta_BTJ.to(dtype).unsqueeze(-1)
-    r_BTJ1 = _rescaling(k_BTJK, eta_BTJ1, step_size, eps)
-    q_BJNCK, k_BJNCK, v_BJNCV, eta_BJNC1, log_decay_BJNC1 = (
-        _chunked(x, chunk_length)
-        for x in (
-            scale * q_BTJK,
-            r_BTJ1 * k_BTJK,
-            r_BTJ1 * v_BTJV.to(dtype),
-            eta_BTJ1,
-            log_decay_BTJ.to(dtype).unsqueeze(-1),
-        )
-    )
-    from_start_BJNC1 = log_decay_BJNC1.cumsum(-2).exp()
-    between_BJNCC = _decay_between(log_decay_BJNC1)
-    to_end_BJNC1 = between_BJNCC[..., -1:, :].mT
-
-    interaction_BJNCC = (eta_BJNC1 * between_BJNCC * (k_BJNCK @ k_BJNCK.mT)).tril(-1)
-    writes_BJNCE = torch.linalg.solve_triangular(
-        interaction_BJNCC,
-        eta_BJNC1 * torch.cat([v_BJNCV, from_start_BJNC1 * k_BJNCK], dim=-1),
-        upper=False,
-        unitriangular=True,
-    )
-    u_BJNCV, w_BJNCK = writes_BJNCE.split([V, K], dim=-1)
-
-    k_end_BJNKC = (to_end_BJNC1 * k_BJNCK).mT
-    identity_KK = torch.eye(K, dtype=dtype, device=k_BTHK.device)
-    transition_BJNKK = from_start_BJNC1[..., -1:, :] * identity_KK - k_end_BJNKC @ w_BJNCK
-    before_BJNKV, state_BJKV = _scan(transition_BJNKK, k_end_BJNKC @ u_BJNCV, state_BJKV)
-
-    scores_BJNCC = between_BJNCC * (q_BJNCK @ k_BJNCK.mT)
-    read_BJNCK = from_start_BJNC1 * q_BJNCK - scores_BJNCC @ w_BJNCK
-    o_BJNCV = read_BJNCK @ before_BJNKV + scores_BJNCC @ u_BJNCV
+    """The chunks' maps, a scan over them, then the outputs."""
+    dtype, T = state_BJKV.dtype, q_BTHK.shape[1]
+    maps = _chunk_maps(k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ, dtype, step_size, eps, chunk_length)
+    before_BJNKV, state_BJKV = _scan(maps.transition_BJNKK, maps.write_BJNKV, state_BJKV)
+    q = _chunked(scale * _to_value_heads(q_BTHK, v_BTJV.shape[2], dtype), chunk_length)
+    scores_BJNCC = maps.between_BJNCC * (q @ maps.k_BJNCK.mT)
+    read_BJNCK = maps.from_start_BJNC1 * q - scores_BJNCC @ maps.w_BJNCK
+    o_BJNCV = read_BJNCK @ before_BJNKV + scores_BJNCC @ maps.u_BJNCV
     o_BTJV = o_BJNCV.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T]
     return o_BTJV.to(v_BTJV.dtype), state_BJKV
+
+
+def _segment_map(
+    k_BTHK: Tensor,
+    v_BTJV: Tensor,
+    log_decay_BTJ: Tensor,
+    eta_BTJ: Tensor,
+    step_size: StepSize,
+    eps: float,
+    chunk_length: int,
+) -> tuple[Tensor, Tensor]:
+    """The chunks' maps composed into one."""
+    dtype = torch.promote_types(k_BTHK.dtype, torch.float32)
+    maps = _chunk_maps(k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ, dtype, step_size, eps, chunk_length)
+    return _compose(maps.transition_BJNKK, maps.write_BJNKV)
+
+
+def _to_value_heads(x_BTHK: Tensor, value_heads: int, dtype: torch.dtype) -> Tensor:
+    groups = value_heads // x_BTHK.shape[2]
+    return x_BTHK.to(dtype).repeat_interleave(groups, dim=2)
 
 
 def _rescaling(k_BTJK: Tensor, eta_BTJ1: Tensor, step_size: StepSize, eps: float) -> Tensor:
@@ -180,3 +283,17 @@ def _scan(
         before_BJNKV = torch.cat([before_BJNKV, state_BJKV.unsqueeze(2)], dim=2)
         state_BJKV = transition_BJNKK[:, :, -1] @ state_BJKV + write_BJNKV[:, :, -1]
     return before_BJNKV, state_BJKV
+
+
+def _compose(transition_BJNKK: Tensor, write_BJNKV: Tensor) -> tuple[Tensor, Tensor]:
+    """The map of all chunks one after another, by neighbouring pairs."""
+    while (N := transition_BJNKK.shape[2]) > 1:
+        paired = N - N % 2
+        first, second = (transition_BJNKK[:, :, i:paired:2] for i in (0, 1))
+        first_write, second_write = (write_BJNKV[:, :, i:paired:2] for i in (0, 1))
+        composed, composed_write = second @ first, second @ first_write + second_write
+        if paired < N:
+            composed = torch.cat([composed, transition_BJNKK[:, :, -1:]], dim=2)
+            composed_write = torch.cat([composed_write, write_BJNKV[:, :, -1:]], dim=2)
+        transition_BJNKK, write_BJNKV = composed, composed_write
+    return transition_BJNKK[:, :, 0], write_BJNKV[:, :, 0]

@@ -1,6 +1,6 @@
 """Options of KLA and the delta-rule mixers that the same op gives."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -28,6 +28,8 @@ class Config(MixerConfig):
     normalize_keys: bool = False
     """L2-normalise keys, as Gated DeltaNet and DeltaNet do; KLA does not."""
     output_gate: bool = True
+
+    context_parallel: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _groups(self):

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixtron.kernels.delta_rule import delta_rule
+from mixtron.kernels.delta_rule import delta_rule, delta_rule_segment_map
 from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.context_parallel import state_before
 from mixtron.megatron_ext.layers import (
     FusedColumnParallel,
     OutputProjection,
@@ -36,7 +37,8 @@ class Mixer(ShardedModule):
     q, k, v pass a causal convolution and SiLU, q is L2-normalised; decay and step size come from
     the input, one a value head; the output is a gated RMSNorm over each value head, then projected.
 
-    TP: heads. SP: gathered by the input projection, scattered by the output one. CP: refused.
+    TP: heads. SP: gathered by the input projection, scattered by the output one. CP: each rank sums
+    its tokens up as an affine map of the state, and takes the state that the maps before it give.
     Initialisation: matrices N(0, std), A ~ U(1, 16), dt log-uniform in [1e-3, 1e-1], norm 1. Decay
     parameters are fp32 whatever the model's dtype.
     """
@@ -44,11 +46,12 @@ class Mixer(ShardedModule):
     def __init__(self, config, layer_number: int, mixer: Config, pg_collection, **_):
         super().__init__(config, pg_collection.tp)
         self.mixer = mixer
+        self.cp_group = pg_collection.cp
         self.in_proj = FusedColumnParallel(
             config, config.hidden_size, mixer.components(), self.tp_group
         )
         self.convolution = ShortConvolution(
-            config, mixer.convolved(), mixer.conv_width, self.tp_group
+            config, mixer.convolved(), mixer.conv_width, self.tp_group, self.cp_group
         )
         if mixer.decay == "gated":
             shape = (mixer.value_heads // self.tp_group.size(),)
@@ -69,17 +72,21 @@ class Mixer(ShardedModule):
         parts = dict(zip(mixer.components(), self.in_proj(hidden_TBD), strict=True))
         convolved = torch.cat([parts[name] for name in mixer.convolved()], dim=-1)
         q_BTHK, k_BTHK, v_BTJV = self._heads(self.convolution(convolved, batch))
-        o_BTJV = delta_rule(
-            F.normalize(q_BTHK.float(), dim=-1).to(q_BTHK.dtype),
-            F.normalize(k_BTHK.float(), dim=-1).to(k_BTHK.dtype)
-            if mixer.normalize_keys
-            else k_BTHK,
-            v_BTJV,
-            self._log_decay(parts["decay"]) if mixer.decay == "gated" else None,
-            parts["step_size"].transpose(0, 1).float().sigmoid(),
-            step_size=mixer.step_size,
-            cu_seqlens=batch.cu_seqlens,
-        )[0]
+        q_BTHK = F.normalize(q_BTHK.float(), dim=-1).to(q_BTHK.dtype)
+        if mixer.normalize_keys:
+            k_BTHK = F.normalize(k_BTHK.float(), dim=-1).to(k_BTHK.dtype)
+        log_decay_BTJ = self._log_decay(parts["decay"]) if mixer.decay == "gated" else None
+        eta_BTJ = parts["step_size"].transpose(0, 1).float().sigmoid()
+        writes = (k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ)
+        options = {"step_size": mixer.step_size, "cu_seqlens": batch.local_cu_seqlens}
+        state_BJKV = None
+        if batch.context_size > 1:
+            state_BJKV = state_before(
+                *delta_rule_segment_map(*writes, **options),
+                batch.position_ids[0] == 0,
+                self.cp_group,
+            )
+        o_BTJV, _ = delta_rule(q_BTHK, *writes, **options, initial_state_BJKV=state_BJKV)
         (weight,) = replicated(self.tp_group, self.norm_weight)
         o_BTJV = F.rms_norm(o_BTJV, weight.shape, weight, self.config.layernorm_epsilon)
         o_TBE = o_BTJV.flatten(2).transpose(0, 1)
