@@ -1,0 +1,1 @@
+"""Corpora into Megatron's indexed shards. Imports neither torch nor Megatron."""

@@ -1,0 +1,39 @@
+"""Files that appear whole or not at all: temporary name, flush to disk, rename."""
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import IO
+
+
+def temporary_name(path: Path) -> Path:
+    """A name beside `path` that no other process uses."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def flush_to_disk(f: IO) -> None:
+    f.flush()
+    os.fsync(f.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in `folder` durable, where the file system lets a folder be flushed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):
+        os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes or replaces one small file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(path)
+    try:
+        with open(temporary, "xb") as f:
+            f.write(content)
+            flush_to_disk(f)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
