@@ -85,6 +85,10 @@ def transformer_config(
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
         deallocate_pipeline_outputs=True,
+        # With two stages the ranks before and after are one: batched sends would meet the wrong
+        # receives of the interleaved schedule, and the losses would be silently wrong.
+        overlap_p2p_comm=parallel.virtual_pipeline > 1,
+        batch_p2p_comm=parallel.virtual_pipeline == 1,
     )
     config.variable_seq_lengths = False
     return config
@@ -154,6 +158,8 @@ def _layer_specs(
         )
         spec.submodules.input_layernorm = RMSNorm
         spec.submodules.pre_mlp_layernorm = RMSNorm
+        # The library renames its norms for Transformer Engine's sake; ours keep their names.
+        spec.submodules.sharded_state_dict_keys_map = {}
         specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import torch
+from megatron.core import optimizer as library
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -73,6 +74,8 @@ def build_optimizer(
         use_distributed_optimizer=True,
         overlap_param_gather=wrapped[0].ddp_config.overlap_param_gather,
     )
+    # Else another library's Adam is taken where one is installed, and its state differs.
+    library.USING_PYTORCH_OPTIMIZER = True
     return get_megatron_optimizer(config, wrapped, use_gloo_process_groups=True)
 
 
