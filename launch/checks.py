@@ -1,0 +1,89 @@
+"""Refusals that need no GPU and no process group: does this config fit this many ranks?"""
+
+from mixtron.launch.config import RunConfig
+from mixtron.megatron_ext.errors import ConfigError
+
+
+def check(config: RunConfig, world_size: int) -> None:
+    """Raises ConfigError, naming the key and the values that would work."""
+    check_shape(config)
+    parallel = config.parallel
+    if world_size % parallel.model_ranks:
+        raise ConfigError(
+            f"{world_size} ranks cannot hold parallel.tensor={parallel.tensor} x "
+            f"pipeline={parallel.pipeline} x context={parallel.context}; use a multiple of "
+            f"{parallel.model_ranks} ranks"
+        )
+    data_ranks = world_size // parallel.model_ranks
+    unit = data_ranks * config.training.micro_batch_sequences
+    sequences = config.global_batch_sequences
+    if sequences % unit:
+        step = unit * config.data.sequence_length
+        raise ConfigError(
+            f"training.global_batch_tokens={config.training.global_batch_tokens} is {sequences} "
+            f"sequences, not a multiple of {data_ranks} data-parallel ranks x "
+            f"training.micro_batch_sequences={config.training.micro_batch_sequences}; "
+            f"nearest that work: {_nearest_multiples(config.training.global_batch_tokens, step)}"
+        )
+    micro_batches = sequences // unit
+    if parallel.virtual_pipeline > 1 and micro_batches % parallel.pipeline:
+        raise ConfigError(
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline} needs micro-batches a step "
+            f"({micro_batches}) divisible by parallel.pipeline={parallel.pipeline}; "
+            f"raise training.global_batch_tokens or lower training.micro_batch_sequences"
+        )
+
+
+def check_shape(config: RunConfig) -> None:
+    """The checks that do not depend on the number of ranks."""
+    model, parallel, training = config.model, config.parallel, config.training
+    length = config.data.sequence_length
+    if training.global_batch_tokens % length:
+        raise ConfigError(
+            f"training.global_batch_tokens={training.global_batch_tokens} is not a multiple of "
+            f"data.sequence_length={length}; nearest that work: "
+            f"{_nearest_multiples(training.global_batch_tokens, length)}"
+        )
+    stages = parallel.pipeline * parallel.virtual_pipeline
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ConfigError(
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline} needs parallel.pipeline above 1"
+        )
+    if model.layers % stages:
+        raise ConfigError(
+            f"model.layers={model.layers} is not divisible by parallel.pipeline={parallel.pipeline}"
+            f" x virtual_pipeline={parallel.virtual_pipeline}; products that work: "
+            f"{_divisors(model.layers)}"
+        )
+    if model.padded_vocab_size % parallel.tensor:
+        raise ConfigError(
+            f"parallel.tensor={parallel.tensor} does not divide the padded vocabulary "
+            f"{model.padded_vocab_size}; set model.vocab_multiple to a multiple of it"
+        )
+    if model.ffn_hidden_size % parallel.tensor:
+        raise ConfigError(
+            f"model.ffn_hidden_size={model.ffn_hidden_size} is not divisible by "
+            f"parallel.tensor={parallel.tensor}; values of parallel.tensor that work: "
+            f"{_divisors(model.ffn_hidden_size)}"
+        )
+    tokens = training.micro_batch_sequences * length
+    split = parallel.context * (parallel.tensor if parallel.sequence else 1)
+    if tokens % split:
+        raise ConfigError(
+            f"a micro-batch of {tokens} tokens is not divisible by parallel.context="
+            f"{parallel.context} x the tensor ranks of sequence parallelism ({split} parts)"
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        raise ConfigError("parallel.sequence=true needs parallel.tensor above 1")
+    for name in dict.fromkeys(model.layer_mixers):
+        config.mixers[name].check(name, model.hidden_size, parallel.tensor, parallel.context)
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return ", ".join(str(v) for v in (below, below + unit) if v > 0)
+
+
+def _divisors(value: int) -> str:
+    found = [d for d in range(1, value + 1) if value % d == 0]
+    return ", ".join(map(str, found if len(found) <= 12 else [*found[:12], "..."]))

@@ -1,0 +1,268 @@
+"""The run's configuration: strict models, one YAML file, dotted overrides, JSON Schema."""
+
+import difflib
+import json
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from mixtron.megatron_ext.config import (
+    Count,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Positive,
+    Section,
+)
+from mixtron.megatron_ext.errors import ConfigError
+from mixtron.megatron_ext.mixers import mixer_configs
+
+AnyMixer = Annotated[reduce(or_, mixer_configs().values()), Field(discriminator="type")]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class TrainSource(Section):
+    path: str
+    """Shard prefix, without .bin/.idx."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    split: str | None = None
+    """One of `data.split`; null takes every document."""
+
+
+class ValidationSource(Section):
+    path: str
+    split: str | None = None
+    sequences: Positive | None = None
+    """Evaluate the first this many samples; null evaluates all."""
+
+
+class DataConfig(Section):
+    sequence_length: Positive
+    tokenizer: str
+    """A SentencePiece .model or a Hugging Face tokenizer.json (or its folder)."""
+    eod_token: str | None = None
+    """End-of-document token of a Hugging Face tokenizer that does not name one itself."""
+    train: Annotated[list[TrainSource], Field(min_length=1)]
+    validation: dict[str, ValidationSource] = {}
+    split: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
+    """Fractions of documents, chosen by a hash of the document's number; they sum to at most 1."""
+    seed: Count = 1234
+    allow_changed: bool = False
+    """Resume although the corpora or their weights differ from those in the checkpoint."""
+
+    @model_validator(mode="after")
+    def _splits(self):
+        if sum(self.split.values()) > 1 + 1e-9:
+            raise ValueError(f"split: the fractions sum to {sum(self.split.values())}, above 1")
+        for key, source in [*enumerate(self.train), *self.validation.items()]:
+            if source.split is not None and source.split not in self.split:
+                raise ValueError(
+                    f"source {key}: split {source.split!r} is not one of data.split "
+                    f"({', '.join(self.split) or 'which is empty'})"
+                )
+        return self
+
+
+class ScheduleConfig(Section):
+    type: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    warmup_steps: Count = 0
+    decay_steps: Positive | None = None
+    """wsd: length of the final decay. cosine, linear: the step it ends at, by default the last."""
+    min_lr_fraction: Fraction = 0.1
+
+    @model_validator(mode="after")
+    def _decay(self):
+        if self.type == "wsd" and self.decay_steps is None:
+            raise ValueError(
+                "schedule.type=wsd needs schedule.decay_steps, the final decay's length"
+            )
+        if self.type == "constant" and self.decay_steps is not None:
+            raise ValueError("schedule.type=constant takes no schedule.decay_steps")
+        return self
+
+
+class TrainingConfig(Section):
+    steps: Positive
+    global_batch_tokens: Positive
+    """Tokens an optimizer step sees over all ranks and micro-batches."""
+    micro_batch_sequences: Positive = 1
+    precision: Literal["bf16", "fp32"] = "bf16"
+    recompute: Literal["none", "full"] = "none"
+    """full: keep only each layer's input and run the layer again in backward."""
+    seed: Count = 1234
+    eval_every_steps: Count = 0
+    """0 evaluates only at the end (when there are validation sets)."""
+    max_skipped_steps: Count = 10
+    """Steps in a row with a non-finite loss or gradient that are skipped before the run stops."""
+
+
+class CheckpointConfig(Section):
+    save_every_steps: Positive
+    keep: Annotated[int, Field(ge=2)] | None = 3
+    """Newest complete checkpoints that are kept; null keeps all."""
+    resume: str = "auto"
+    """auto: the newest complete checkpoint of the run folder, or a new start; none; or a path."""
+
+
+class LoggingConfig(Section):
+    every_steps: Positive = 1
+    tensorboard: bool = True
+
+
+class SlurmConfig(Section):
+    nodes: Positive = 1
+    gpus_per_node: Positive = 8
+    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")] = "24:00:00"
+    partition: str | None = None
+    account: str | None = None
+
+
+class RunConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    run_dir: str
+    """Everything the run writes: resolved config, checkpoints, metrics, TensorBoard."""
+    model: ModelConfig
+    mixers: Annotated[dict[str, AnyMixer], Field(min_length=1)]
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    training: TrainingConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig = LoggingConfig()
+    slurm: SlurmConfig | None = None
+
+    @model_validator(mode="after")
+    def _pattern(self):
+        for name in self.model.pattern:
+            if name not in self.mixers:
+                raise ValueError(
+                    f"model.pattern: {name!r} is not defined under mixers"
+                    f"{_nearest(name, self.mixers)}"
+                )
+        return self
+
+    @property
+    def global_batch_sequences(self) -> int:
+        return self.training.global_batch_tokens // self.data.sequence_length
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Reads one YAML 1.2 file, applies `key.path=value` overrides and validates strictly.
+
+    Raises:
+        ConfigError: one line a fault, each with its path and the nearest valid key or values.
+    """
+    try:
+        raw = YAML(typ="safe", pure=True).load(Path(path))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(raw).__name__}")
+    for override in overrides or []:
+        _apply_override(raw, override)
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_describe(e, raw) for e in error.errors())) from None
+
+
+def dump_config(config: RunConfig, path: str | Path) -> None:
+    """Writes every resolved value; `load_config` reads it back unchanged."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    with open(path, "w") as f:
+        yaml.dump(config.model_dump(mode="json"), f)
+
+
+def json_schema() -> str:
+    """JSON Schema of a config file, for editors."""
+    return json.dumps(RunConfig.model_json_schema(), indent=2) + "\n"
+
+
+def _apply_override(raw: dict, override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r}: expected key.path=value")
+    try:
+        value = YAML(typ="safe", pure=True).load(text) if text else None
+    except YAMLError as error:
+        raise ConfigError(f"override {override!r}: {' '.join(str(error).split())}") from None
+    node: Any = raw
+    *parents, last = key.split(".")
+    for depth, part in enumerate(parents):
+        if isinstance(node, list):
+            node = node[_index(node, part, override)]
+        else:
+            node = node.setdefault(part, {})
+        if not isinstance(node, dict | list):
+            path = ".".join(parents[: depth + 1])
+            raise ConfigError(f"override {override!r}: {path} holds a value, not a section")
+    if isinstance(node, list):
+        node[_index(node, last, override)] = value
+    else:
+        node[last] = value
+
+
+def _index(node: list, part: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(node):
+        raise ConfigError(f"override {override!r}: {part!r} is not an index below {len(node)}")
+    return int(part)
+
+
+def _describe(error: Any, raw: dict) -> str:
+    """One line for one pydantic error: path, what is wrong, the nearest valid key or values."""
+    loc = list(error["loc"])
+    if len(loc) > 2 and loc[0] == "mixers":
+        loc.pop(2)  # the union's tag, which is not part of the file's path
+    path = ".".join(map(str, loc))
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"{path}: unknown key{_nearest(str(loc[-1]), _valid_keys(loc[:-1], raw))}"
+    if kind == "missing":
+        return f"{path}: required key is missing"
+    if kind == "union_tag_invalid":
+        choices = [c.strip(" '") for c in context["expected_tags"].split(",")]
+        tag = context["tag"]
+        return (
+            f"{path}.type: no mixer {tag!r}{_nearest(tag, choices)}; mixers: {', '.join(choices)}"
+        )
+    if kind == "union_tag_not_found":
+        return f"{path}.type: required key is missing; mixers: {', '.join(mixer_configs())}"
+    if kind == "value_error":
+        message = str(context["error"])
+        return f"{path}: {message}" if path else message
+    return f"{path}: {error['msg'].lower()}, found {error['input']!r}"
+
+
+def _valid_keys(parents: list, raw: dict) -> list[str]:
+    """The keys a section takes, for suggestions."""
+    model: Any = RunConfig
+    for i, part in enumerate(parents):
+        if parents[0] == "mixers" and i == 1:
+            return list(mixer_configs()[raw["mixers"][part]["type"]].model_fields)
+        annotation = (
+            model.model_fields[part].annotation
+            if isinstance(part, str)
+            and hasattr(model, "model_fields")
+            and part in model.model_fields
+            else None
+        )
+        if annotation is None:
+            break
+        nested = [annotation, *getattr(annotation, "__args__", ())]
+        model = next((a for a in nested if isinstance(a, type) and issubclass(a, BaseModel)), model)
+    return list(getattr(model, "model_fields", {}))
+
+
+def _nearest(word: str, choices) -> str:
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
