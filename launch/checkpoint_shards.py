@@ -1,0 +1,193 @@
+"""What ranks hold of the model and the optimizer, to and from Megatron's distributed format.
+
+All functions are called by all ranks.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.exchange_utils import (
+    determine_main_replica_uniform_distribution,
+)
+from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+from mixtron.launch.agreement import everywhere, on_first
+from mixtron.launch.checkpoint_files import CheckpointError
+from mixtron.launch.random_states import random_states
+from mixtron.megatron_ext.optimizer_state import (
+    PREFIX,
+    STATES,
+    optimizer_shards,
+    stored_tensors,
+)
+from mixtron.megatron_ext.parallel import Ranks
+
+
+def model_shards(wrapped: list, ranks: Ranks) -> dict:
+    """Where each parameter of this rank's chunks lies in the whole model."""
+    metadata = {"non_homogeneous_layers": True, "dp_cp_group": ranks.groups.dp_cp}
+    shards = {}
+    for i, chunk in enumerate(map(_bare, wrapped)):
+        everything = chunk.sharded_state_dict(metadata=metadata)
+        # Megatron's linear layers add an object each, always empty.
+        tensors = {k: v for k, v in everything.items() if not isinstance(v, ShardedObject)}
+        if absent := {name for name, _ in chunk.named_parameters()} - tensors.keys():
+            raise ValueError(f"sharded_state_dict lacks parameters {', '.join(sorted(absent))}")
+        shards[f"model{i}"] = tensors
+    return shards
+
+
+def _bare(chunk: DistributedDataParallel | GPTModel) -> GPTModel:
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk  # type: ignore
+
+
+def random_states_shard(ranks: Ranks, states: dict | None) -> ShardedObject:
+    return ShardedObject("random_states", states, (ranks.world_size,), (ranks.world_rank,))
+
+
+def shards_to_save(
+    wrapped: list[DistributedDataParallel], optimizer: MegatronOptimizer, ranks: Ranks
+) -> dict:
+    """Everything that this rank holds, each replicated tensor marked as one rank's to write."""
+    for chunk in wrapped:
+        if chunk.ddp_config.overlap_param_gather:
+            # Other ranks' updates would arrive only in the next forward.
+            chunk.start_param_sync(force_sync=True)
+    model = everywhere(ranks, lambda: model_shards(wrapped, ranks))
+    moments = everywhere(ranks, lambda: optimizer_shards(optimizer, model))
+    apply_factories(model)
+    everyones = _gather_on_first([shard.without_data() for shard in nested_values(model)], ranks)
+    on_first(ranks, lambda: validate_sharding_integrity(everyones))  # type: ignore[arg-type]
+    group = ranks.groups.dp_cp
+    distribution = determine_main_replica_uniform_distribution(model, group)
+    distribute_main_replicas_with_precomputed_distribution(model, group, distribution)
+    return {
+        **model,
+        "optimizer": dict(enumerate(moments)),
+        "random_states": random_states_shard(ranks, random_states()),
+        # Megatron's loader expects one.
+        "common_state": ShardedObject("common_state", {}, (1,), (0,), ranks.world_rank),
+    }
+
+
+def bytes_to_write(shards: dict) -> int:
+    """Of this rank's tensors."""
+    return sum(
+        shard.data.numel() * shard.data.element_size()  # type: ignore[union-attr]
+        for shard in nested_values(shards)
+        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
+    )
+
+
+def write_shards(folder: Path, shards: dict, ranks: Ranks) -> None:
+    """Writes the format that `dist_checkpointing.load` reads.
+
+    Not through `dist_checkpointing.save`: it starts a manager process, and where one rank fails in
+    it the others wait. torch's own writer does neither.
+    """
+
+    def convert() -> dict:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(shards, True)
+        return mcore_to_pyt_state_dict(by_key)
+
+    def write() -> None:
+        save_distributed(
+            tensors,
+            storage_writer=FileSystemWriter(folder, sync_files=True),
+            planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        )
+        if ranks.is_first:
+            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+    tensors = everywhere(ranks, convert)
+    everywhere(ranks, write)
+
+
+def files_of_rank(folder: Path, ranks: Ranks) -> list[Path]:
+    """The files that `write_shards` wrote on this rank."""
+    own = sorted(folder.glob(f"__{ranks.world_rank}_*"))
+    return [*own, folder / ".metadata", folder / "metadata.json"] if ranks.is_first else own
+
+
+def read_shards(path: Path, wanted: dict, wrapped: list, ranks: Ranks) -> dict:
+    """Reads into the tensors of `wanted`; returns the objects beside them."""
+
+    def read() -> dict:
+        loaded = dist_checkpointing.load(wanted, str(path), validate_access_integrity=False)
+        for i, chunk in enumerate(wrapped):
+            # Names were compared before; Megatron's empty objects are not in it.
+            _bare(chunk).load_state_dict(loaded.pop(f"model{i}"), strict=False)  # type: ignore
+        return loaded  # type: ignore[return-value]
+
+    return everywhere(ranks, read)
+
+
+def check_fit(path: Path, wanted: dict, ranks: Ranks, *, with_optimizer: bool) -> None:
+    """Holds names and shapes of the whole model against those in the checkpoint.
+
+    Raises:
+        CheckpointError: names what is missing, unexpected or of another shape.
+    """
+    own = {}
+    if ranks.groups.dp_cp.rank() == 0:
+        own = {
+            tensor.key: tuple(tensor.global_shape)
+            for shard in nested_values(wanted)
+            for tensor in stored_tensors(shard)
+        }
+    everyones = _gather_on_first(own, ranks)
+
+    def compare() -> None:
+        model = {key: shape for part in everyones or [] for key, shape in part.items()}
+        metadata = FileSystemReader(path).read_metadata()
+        stored = {
+            key: tuple(entry.size)
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        moments = {key: stored.pop(key) for key in list(stored) if key.startswith(PREFIX)}
+        differences = list(_differences(model, stored))
+        if not differences and with_optimizer:
+            expected = {f"{PREFIX}{s}.{key}": shape for key, shape in model.items() for s in STATES}
+            differences = list(_differences(expected, moments))
+        if differences:
+            raise CheckpointError(f"{path} does not fit this model: {'; '.join(differences)}")
+
+    on_first(ranks, compare)
+
+
+def _gather_on_first(value: object, ranks: Ranks) -> list | None:
+    """The value of every rank on rank 0, None on the others."""
+    values: list | None = [None] * ranks.world_size if ranks.is_first else None
+    dist.gather_object(value, values, dst=0)
+    return values
+
+
+def _differences(model: dict[str, tuple], stored: dict[str, tuple]) -> Iterator[str]:
+    if missing := sorted(model.keys() - stored.keys()):
+        yield f"missing in the checkpoint: {', '.join(missing)}"
+    if unexpected := sorted(stored.keys() - model.keys()):
+        yield f"unexpected in the checkpoint: {', '.join(unexpected)}"
+    for key in sorted(model.keys() & stored.keys()):
+        if model[key] != stored[key]:
+            yield f"{key} has shape {list(stored[key])}, the model's has {list(model[key])}"
