@@ -1,0 +1,36 @@
+"""Starts several ranks on this machine through torchrun."""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+from mixtron.launch import exit_codes
+from mixtron.launch.lifetime import die_with_parent
+
+
+def start_torchrun(run_dir: Path, ranks: int, arguments: list[str]) -> int:
+    """Runs `mixtron.launch.train` on `ranks` local ranks; returns the run's exit code.
+
+    Signals that end a job are passed on. torchrun returns 1 whatever its workers returned, so the
+    code is read from the run folder; none there means that a rank was killed.
+    """
+    launch = uuid.uuid4().hex
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nproc-per-node", str(ranks)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+        *("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"),
+        *("-m", "mixtron.launch.train", *arguments),
+    ]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, exit_codes.LAUNCH_VARIABLE: launch}
+    # torchrun passes the signal on, so that ranks whose launcher died save and stop.
+    process = subprocess.Popen(
+        command, env=environment, preexec_fn=lambda: die_with_parent(signal.SIGTERM)
+    )
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda received, frame: process.send_signal(received))
+    process.wait()
+    return exit_codes.read_exit_file(run_dir, launch)

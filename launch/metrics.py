@@ -1,0 +1,70 @@
+"""What a person sees of a run: a line a step, metrics.jsonl, TensorBoard."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+
+class Metrics:
+    """Written by rank 0 alone. A resume drops everything later than the resumed step."""
+
+    def __init__(self, run_dir: Path, *, first_step: int, total_steps: int, tensorboard: bool):
+        self.total_steps = total_steps
+        self._path = run_dir / "metrics.jsonl"
+        _drop_later_lines(self._path, first_step)
+        self._file = open(self._path, "a", buffering=1)  # noqa: SIM115
+        self._board = (
+            SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+            if tensorboard
+            else None
+        )
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _drop_later_lines(path: Path, first_step: int) -> None:
+    """Keeps whole lines of steps before `first_step`; a line that a kill cut short goes too."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] < first_step:
+                kept.append(line)
+        except ValueError:
+            continue
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(f"{line}\n" for line in kept))
+    os.replace(temporary, path)
+
+
+def step_line(step: int, total_steps: int, values: dict[str, float]) -> str:
+    """One readable line."""
+    parts = [
+        f"step {step:>{len(str(total_steps))}}/{total_steps}",
+        f"loss {values['train/loss']:.4f}",
+        f"lr {values['train/lr']:.2e}",
+        f"grad norm {values['train/grad_norm']:.3f}",
+        f"{values['speed/tokens_per_s']:,.0f} tok/s",
+        f"{values['speed/tflops_per_gpu']:.2f} TFLOP/s",
+    ]
+    if "speed/mfu" in values:
+        parts.append(f"MFU {100 * values['speed/mfu']:.1f} %")
+    parts.append(f"{values['memory/peak_gib']:.2f} GiB")
+    if values["train/skipped_steps"]:
+        parts.append(f"skipped {values['train/skipped_steps']:.0f}")
+    if not math.isfinite(values["train/loss"]):
+        parts.append("NOT FINITE, step skipped")
+    return " | ".join(parts)

@@ -1,0 +1,27 @@
+"""A stop that is asked for by signal and agreed on by all ranks."""
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+
+
+class StopFlag:
+    """Set by SIGTERM or SIGUSR1 in the main process; a second signal changes nothing."""
+
+    def __init__(self):
+        self.signal: int | None = None
+        self._pid = os.getpid()
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame) -> None:
+        if os.getpid() == self._pid and self.signal is None:
+            self.signal = number
+
+    def agreed(self, device: torch.device) -> bool:
+        """Whether any rank was signalled. All ranks call it at the same point."""
+        flag = torch.tensor([int(self.signal is not None)], dtype=torch.int32, device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())

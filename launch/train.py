@@ -1,0 +1,91 @@
+"""Entry point of one rank: config, process groups, model, data, resume, loop.
+
+Started by `mixtron train` (which starts torchrun itself for several ranks), by torchrun or by srun.
+"""
+
+import logging
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+from mixtron.launch import exit_codes
+from mixtron.launch.checks import check
+from mixtron.launch.config import RunConfig, load_config
+from mixtron.launch.lifetime import die_with_torchrun
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m mixtron.launch.train CONFIG [key.path=value ...] [--debug]`; returns the code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    path, *overrides = [a for a in arguments if a != "--debug"]
+    first = int(os.environ.get("RANK", 0)) == 0
+    run_dir = None
+    try:
+        config = load_config(path, overrides)
+        run_dir = Path(config.run_dir)
+        check(config, int(os.environ.get("WORLD_SIZE", 1)))
+        code = run_rank(config)
+    except Exception as error:
+        code = exit_codes.exit_code_of(error)
+        # A fault that all ranks meet alike is said once; one that may be this rank's alone, by it.
+        if first or code != exit_codes.BAD_INPUT:
+            rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ and not first else ""
+            print(f"mixtron: {rank}{_one_line(error)}", file=sys.stderr, flush=True)
+            if debug or code == exit_codes.FAILED:
+                traceback.print_exc()
+        # Whichever rank failed: torchrun ends the others before they could say anything.
+        if run_dir is not None and code != exit_codes.RETRYABLE:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            exit_codes.write_exit_file(run_dir, code)
+        return code
+    return code
+
+
+def run_rank(config: RunConfig) -> int:
+    """Trains on this rank of an already described world; returns the exit code."""
+    die_with_torchrun()
+    quiet_libraries()
+    import torch
+    import torch.distributed as dist
+
+    from mixtron.launch.loop import train
+    from mixtron.launch.setup_run import prepare
+
+    # Results must not depend on how the job was started: torchrun sets this, srun does not.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    run = prepare(config)
+    code = train(run)
+    dist.barrier()
+    if run.ranks.is_first:
+        exit_codes.write_exit_file(Path(config.run_dir), code)
+        run.say("finished" if code == exit_codes.FINISHED else f"exit code {code}")
+    dist.barrier()
+    dist.destroy_process_group()
+    return code
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error).strip()
+    known = hasattr(error, "exit_code")
+    return (
+        text
+        if known and text
+        else f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+    )
+
+
+def quiet_libraries() -> None:
+    """Keeps other projects' notes to their developers out of the run's output."""
+    warnings.filterwarnings("ignore")
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+if __name__ == "__main__":
+    code = main()
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    # torchrun would report a saved, preempted run as a crash; exit.json carries its code.
+    sys.exit(0 if under_torchrun and code == exit_codes.PREEMPTED else code)

@@ -1,0 +1,109 @@
+"""The loop in ranks that are already running: what it skips, refuses and writes down."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.jobs import rows, small_config, write_config
+from tests.helpers.ranks import run_on_ranks
+
+
+def write(corpus: Path, folder: Path, **training) -> Path:
+    config = small_config(corpus, folder / "run")
+    config["training"] |= {"steps": 8, **training}
+    config["checkpoint"] = {"save_every_steps": 2}
+    return write_config(folder / "config.yaml", config)
+
+
+def train_with_faults(config_path: str, bad_steps: list[int], bad_rank: int) -> dict:
+    """Trains; in `bad_steps` one rank's gradients are poisoned after backward."""
+    from mixtron.launch import loop
+    from mixtron.launch.config import load_config
+    from mixtron.launch.setup_run import prepare
+
+    run = prepare(load_config(config_path))
+    plain = loop.clip_and_step
+    weights = []
+
+    def poisoned(optimizer, clip):
+        weights.append(torch.cat([p.detach().flatten() for p in run.wrapped[0].parameters()]))
+        if run.progress.step + 1 in bad_steps and run.ranks.world_rank == bad_rank:
+            next(run.wrapped[0].parameters()).main_grad.fill_(math.nan)
+        return plain(optimizer, clip)
+
+    loop.clip_and_step = poisoned
+    try:
+        code = loop.train(run)
+        failure = None
+    except loop.TrainingError as error:
+        code, failure = error.exit_code, str(error)
+    finally:
+        loop.clip_and_step = plain
+    unchanged = [
+        step + 1
+        for step in range(len(weights) - 1)
+        if torch.equal(weights[step], weights[step + 1])
+    ]
+    return {
+        "code": code,
+        "failure": failure,
+        "unchanged_after": unchanged,
+        "skipped": run.progress.skipped_steps,
+        "finite": all(bool(w.isfinite().all()) for w in weights),
+    }
+
+
+def test_a_step_with_bad_gradients_is_skipped_on_every_rank(corpus, tmp_path):
+    config = write(corpus, tmp_path)
+    results = run_on_ranks(2, train_with_faults, str(config), [4], 1)
+    for result in results:
+        assert result["code"] == 0
+        assert result["skipped"] == 1
+        assert result["unchanged_after"] == [4]
+        assert result["finite"]
+    logged = {r["step"]: r for r in rows(tmp_path / "run") if "train/loss" in r}
+    assert math.isnan(logged[4]["train/grad_norm"])
+    assert logged[3]["train/skipped_steps"] == 0
+    assert logged[8]["train/skipped_steps"] == 1
+
+
+def test_endless_skipping_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_path):
+    config = write(corpus, tmp_path, max_skipped_steps=2)
+    results = run_on_ranks(2, train_with_faults, str(config), [4, 5, 6, 7], 0)
+    for result in results:
+        assert result["code"] == 1
+        assert "not finite in steps 4 to 6" in result["failure"]
+        assert "newest checkpoint is of step 2" in result["failure"]
+    names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert names == ["step_00000002"]
+
+
+def losses(config_path: str, overrides: list[str]) -> list[float]:
+    from mixtron.launch.config import load_config
+    from mixtron.launch.loop import train_step
+    from mixtron.launch.setup_run import prepare
+
+    run = prepare(load_config(config_path, overrides))
+    return [train_step(run)["train/loss"] for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (1, ["training.micro_batch_sequences=4"]),
+        (2, ["training.micro_batch_sequences=2"]),
+        (2, ["parallel.tensor=2", "parallel.sequence=true"]),
+        (2, ["parallel.pipeline=2"]),
+        (2, ["parallel.context=2"]),
+    ],
+    ids=["one micro-batch", "data 2", "tensor 2", "pipeline 2", "context 2"],
+)
+def test_every_layout_trains_alike(corpus, tmp_path, world, overrides):
+    config = write(corpus, tmp_path)
+    plain = ["model.dropout=0", "parallel.tensor=1", "parallel.sequence=false"]
+    reference = run_on_ranks(1, losses, str(config), plain)[0]
+    for result in run_on_ranks(world, losses, str(config), plain + overrides):
+        # fp32 sums in another order, through four optimizer steps.
+        assert result == pytest.approx(reference, rel=2e-6)
