@@ -7,7 +7,10 @@ from mixtron.megatron_ext.errors import ConfigError
 def check(config: RunConfig, world_size: int) -> None:
     """Raises ConfigError, naming the key and the values that would work."""
     check_shape(config)
+    check_schedule(config)
     parallel = config.parallel
+    if world_size < 1:
+        raise ConfigError(f"{world_size} ranks: a run has at least 1")
     if world_size % parallel.model_ranks:
         raise ConfigError(
             f"{world_size} ranks cannot hold parallel.tensor={parallel.tensor} x "
@@ -31,6 +34,25 @@ def check(config: RunConfig, world_size: int) -> None:
             f"parallel.virtual_pipeline={parallel.virtual_pipeline} needs micro-batches a step "
             f"({micro_batches}) divisible by parallel.pipeline={parallel.pipeline}; "
             f"raise training.global_batch_tokens or lower training.micro_batch_sequences"
+        )
+
+
+def check_schedule(config: RunConfig) -> None:
+    """Phases of the learning rate that would overlap or never come."""
+    schedule, steps = config.schedule, config.training.steps
+    warmup, decay = schedule.warmup_steps, schedule.decay_steps
+    if decay is None:
+        return
+    if schedule.type == "wsd":
+        if warmup + decay > steps:
+            raise ConfigError(
+                f"schedule.warmup_steps={warmup} + decay_steps={decay} exceed "
+                f"training.steps={steps}; lower one of them"
+            )
+    elif decay <= warmup:
+        raise ConfigError(
+            f"schedule.decay_steps={decay} is the step at which a {schedule.type} schedule ends; "
+            f"it must lie after schedule.warmup_steps={warmup}"
         )
 
 

@@ -43,6 +43,7 @@ def train(
     """Train: one process, several with --nproc, or as one rank under torchrun or srun."""
     from mixtron.launch.checks import check
     from mixtron.launch.config import load_config
+    from mixtron.launch.data import open_data
     from mixtron.launch.launcher import start_torchrun
     from mixtron.launch.train import main as train_rank
 
@@ -51,6 +52,7 @@ def train(
         raise typer.Exit(train_rank(arguments))
     resolved = load_config(config, overrides)
     check(resolved, nproc)
+    open_data(resolved)
     raise typer.Exit(start_torchrun(Path(resolved.run_dir), nproc, arguments))
 
 

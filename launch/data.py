@@ -15,12 +15,13 @@ import numpy as np
 
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.shards import Shard
+from mixtron.data_prep.tokenizer import Tokenizer, load_tokenizer
 from mixtron.launch.sample_order import blend, permuted
 from mixtron.launch.sample_stream import Sample, SampleStream, open_stream, splits_of
+from mixtron.megatron_ext.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mixtron.data_prep.tokenizer import Tokenizer
-    from mixtron.launch.config import DataConfig
+    from mixtron.launch.config import DataConfig, RunConfig
 
 __all__ = [
     "Sample",
@@ -30,6 +31,7 @@ __all__ = [
     "check_against_tokenizer",
     "check_vocabulary",
     "compare_records",
+    "open_data",
 ]
 
 SampleRef = tuple[int, int]
@@ -238,6 +240,27 @@ class ValidationData:
         if not 0 <= index < self._length:
             raise IndexError(f"validation sample {index} of {self._length}")
         return self._stream[index]
+
+
+def open_data(config: RunConfig) -> tuple[Tokenizer, TrainingData, dict[str, ValidationData]]:
+    """Opens what the config names and holds it against the tokenizer and the model's vocabulary.
+
+    Raises:
+        ConfigError: the tokenizer has ids that the model has no embedding for.
+        DataError: tokenizer or shards are missing, damaged or do not belong together.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer, eod_token=config.data.eod_token)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size} is less than the {tokenizer.vocab_size} "
+            f"ids of {config.data.tokenizer}; set it to {tokenizer.vocab_size}"
+        )
+    data = TrainingData.open(config.data)
+    validation = ValidationData.open_all(config.data)
+    shards = [*data.shards, *(shard for v in validation.values() for shard in v.shards)]
+    check_against_tokenizer(shards, tokenizer)
+    check_vocabulary(shards, config.model.vocab_size)
+    return tokenizer, data, validation
 
 
 def check_against_tokenizer(shards: Iterable[Shard], tokenizer: Tokenizer) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mixtron.data_prep.tokenizer import load_tokenizer
 from mixtron.launch.agreement import on_first
 from mixtron.launch.checkpoint import (
     check_shared_folder,
@@ -14,13 +13,7 @@ from mixtron.launch.checkpoint import (
     remove_old,
 )
 from mixtron.launch.config import RunConfig, dump_config
-from mixtron.launch.data import (
-    TrainingData,
-    ValidationData,
-    check_against_tokenizer,
-    check_vocabulary,
-    compare_records,
-)
+from mixtron.launch.data import TrainingData, ValidationData, compare_records
 from mixtron.launch.lifetime import lock_run_folder
 from mixtron.launch.loop import Progress, Run
 from mixtron.launch.signals import StopFlag
@@ -32,9 +25,8 @@ from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_pa
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def prepare(config: RunConfig) -> Run:
+def prepare(config: RunConfig, data: TrainingData, validation: dict[str, ValidationData]) -> Run:
     """All ranks call it. Raises errors with an exit code for what a person must mend."""
-    data, validation = open_data(config)
     device = init_distributed()
     parallel, training = config.parallel, config.training
     ranks = init_model_parallel(
@@ -81,17 +73,6 @@ def claim_run_folder(config: RunConfig) -> None:
     for name in names:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, copy / name)
-
-
-def open_data(config: RunConfig) -> tuple[TrainingData, dict[str, ValidationData]]:
-    """Opens the shards and holds them against the tokenizer and the model's vocabulary."""
-    tokenizer = load_tokenizer(config.data.tokenizer, eod_token=config.data.eod_token)
-    data = TrainingData.open(config.data)
-    validation = ValidationData.open_all(config.data)
-    shards = [*data.shards, *(shard for v in validation.values() for shard in v.shards)]
-    check_against_tokenizer(shards, tokenizer)
-    check_vocabulary(shards, config.model.vocab_size)
-    return data, validation
 
 
 def resume(run: Run) -> None:

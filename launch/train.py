@@ -13,6 +13,7 @@ from pathlib import Path
 from mixtron.launch import exit_codes
 from mixtron.launch.checks import check
 from mixtron.launch.config import RunConfig, load_config
+from mixtron.launch.data import TrainingData, ValidationData, open_data
 from mixtron.launch.lifetime import die_with_torchrun
 
 
@@ -27,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(path, overrides)
         run_dir = Path(config.run_dir)
         check(config, int(os.environ.get("WORLD_SIZE", 1)))
-        code = run_rank(config)
+        _, data, validation = open_data(config)
+        code = run_rank(config, data, validation)
     except Exception as error:
         code = exit_codes.exit_code_of(error)
         # A fault that all ranks meet alike is said once; one that may be this rank's alone, by it.
@@ -44,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def run_rank(config: RunConfig) -> int:
+def run_rank(config: RunConfig, data: TrainingData, validation: dict[str, ValidationData]) -> int:
     """Trains on this rank of an already described world; returns the exit code."""
     die_with_torchrun()
     quiet_libraries()
@@ -56,7 +58,7 @@ def run_rank(config: RunConfig) -> int:
 
     # Results must not depend on how the job was started: torchrun sets this, srun does not.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    run = prepare(config)
+    run = prepare(config, data, validation)
     code = train(run)
     dist.barrier()
     if run.ranks.is_first:

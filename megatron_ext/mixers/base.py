@@ -38,7 +38,26 @@ class MixerConfig(BaseModel):
     def activation_bytes_per_token(
         self, hidden_size: int, tensor: int, bytes_per_element: int
     ) -> float:
-        """Bytes one rank keeps a token for backward, of what tensor parallelism splits."""
+        """Bytes one rank keeps a token for backward, of what tensor parallelism splits.
+
+        From the input projection's output to the output projection's input, both included.
+        """
+        raise NotImplementedError
+
+    def working_bytes(
+        self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
+    ) -> float:
+        """Bytes one rank needs in passing in this layer's backward, beyond what it keeps for it.
+
+        At the worst moment, which may be negative: what is kept is freed piece by piece.
+        """
+        raise NotImplementedError
+
+    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+        """Bytes one rank sends to other context ranks in a forward with `tokens` of its own.
+
+        Backward sends as many: each exchange's transpose moves the same data back.
+        """
         raise NotImplementedError
 
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
@@ -57,4 +76,15 @@ def require_divisible(name: str, field: str, value: int, tensor: int) -> None:
         raise ConfigError(
             f"mixers.{name}.{field}={value} is not divisible by parallel.tensor={tensor}; "
             f"values of parallel.tensor that work: {', '.join(map(str, fits))}"
+        )
+
+
+def require_context_divides(name: str, field: str, local: int, tensor: int, context: int) -> None:
+    """Refuses a number of context ranks that cannot exchange a rank's heads for tokens evenly."""
+    if local % context:
+        fits = [c for c in range(1, local + 1) if local % c == 0]
+        raise ConfigError(
+            f"parallel.context={context}: mixers.{name}.{field} over parallel.tensor={tensor} "
+            f"leaves {local} heads, which context ranks exchange for tokens; values of "
+            f"parallel.context that work: {', '.join(map(str, fits))}"
         )

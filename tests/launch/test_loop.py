@@ -21,9 +21,11 @@ def train_with_faults(config_path: str, bad_steps: list[int], bad_rank: int) -> 
     """Trains; in `bad_steps` one rank's gradients are poisoned after backward."""
     from mixtron.launch import loop
     from mixtron.launch.config import load_config
+    from mixtron.launch.data import open_data
     from mixtron.launch.setup_run import prepare
 
-    run = prepare(load_config(config_path))
+    config = load_config(config_path)
+    run = prepare(config, *open_data(config)[1:])
     plain = loop.clip_and_step
     weights = []
 
@@ -82,10 +84,12 @@ def test_endless_skipping_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_p
 
 def losses(config_path: str, overrides: list[str]) -> list[float]:
     from mixtron.launch.config import load_config
+    from mixtron.launch.data import open_data
     from mixtron.launch.loop import train_step
     from mixtron.launch.setup_run import prepare
 
-    run = prepare(load_config(config_path, overrides))
+    config = load_config(config_path, overrides)
+    run = prepare(config, *open_data(config)[1:])
     return [train_step(run)["train/loss"] for _ in range(4)]
 
 

@@ -4,8 +4,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from mixtron.megatron_ext.errors import ConfigError
-from mixtron.megatron_ext.mixers.base import MixerConfig, require_divisible
+from mixtron.megatron_ext.mixers.base import (
+    MixerConfig,
+    require_context_divides,
+    require_divisible,
+)
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -58,21 +61,35 @@ class Config(MixerConfig):
         self, hidden_size: int, tensor: int, bytes_per_element: int
     ) -> float:
         query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        # q, k, v after RoPE, the output, k and v repeated over the group, the log-sum-exp in fp32.
-        elements = 2 * query + 2 * kv + (2 * query if self.heads != self.kv_heads else 0)
-        return (elements * bytes_per_element + 4 * self.heads) / tensor
+        projected = query + 2 * kv
+        grouped = self.heads != self.kv_heads
+        elements = query  # the output
+        elements += 2 * query if grouped else 0  # k and v repeated over the group
+        if self.rope_base is not None:
+            elements += query if grouped else query + kv  # q (and k) rotated
+        # q, k and v are views of one tensor, which stays whole while anything reads one of them.
+        if self.qk_norm or self.rope_base is None or not grouped:
+            elements += projected
+        if self.qk_norm and self.rope_base is None:
+            elements += query if grouped else query + kv  # q (and k) normalised
+        statistics = self.heads + (self.heads + self.kv_heads if self.qk_norm else 0)  # fp32
+        return (elements * bytes_per_element + 4 * statistics) / tensor
+
+    def working_bytes(
+        self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
+    ) -> float:
+        query = self.heads * self.head_dim
+        # Gradients of the output and of q, k, v over all query heads, and FlashAttention's fp32
+        # sum for q's.
+        return tokens * query / tensor * (4 * bytes_per_element + 4)
+
+    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+        exchanged = 2 * (self.heads + self.kv_heads) * self.head_dim  # q, k, v, and the output
+        return tokens * exchanged / tensor * element * (context - 1) / context
 
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
         super().check(name, hidden_size, tensor, context)
         for field in ("heads", "kv_heads"):
             value = getattr(self, field)
             require_divisible(name, field, value, tensor)
-            if (value // tensor) % context:
-                local = value // tensor
-                fits = [c for c in range(1, local + 1) if local % c == 0]
-                raise ConfigError(
-                    f"parallel.context={context}: mixers.{name}.{field}={value} over "
-                    f"parallel.tensor={tensor} leaves {local} heads, which context ranks exchange "
-                    f"for tokens; values of parallel.context that work: "
-                    f"{', '.join(map(str, fits))}"
-                )
+            require_context_divides(name, field, value // tensor, tensor, context)

@@ -1,0 +1,171 @@
+"""A rank's GPU memory at the peak of a training step, predicted part by part.
+
+What `torch.cuda.max_memory_allocated` reports. The CUDA context, NCCL's buffers and what the
+allocator holds without using it come on top.
+"""
+
+from mixtron.launch.config import RunConfig
+
+MASK_BYTES = 1
+"""Of a dropout mask, an element."""
+
+
+def memory_per_rank(config: RunConfig, world_size: int) -> dict[str, float]:
+    """Bytes by part, of the pipeline stage that needs the most. They sum to the peak."""
+    stages = [stage_memory(config, world_size, s) for s in range(config.parallel.pipeline)]
+    return max(stages, key=lambda parts: sum(parts.values()))
+
+
+def stage_memory(config: RunConfig, world_size: int, stage: int) -> dict[str, float]:
+    """Bytes by part of a rank of one pipeline stage."""
+    parallel = config.parallel
+    held = stage_parameters(config, stage)
+    # The optimizer's state is spread over all ranks that hold the same parameters.
+    owned = held / (world_size // (parallel.tensor * parallel.pipeline))
+    activations = _activations(config, world_size, stage)
+    # Adam's square root of the second moments, when all activations are gone.
+    optimizer_step = 4 * owned - activations
+    return {
+        "weights": held * element_bytes(config),
+        "gradients": held * 4,  # one contiguous fp32 buffer
+        # fp32 weights are their own main copy.
+        "optimizer": owned * (8 if config.training.precision == "fp32" else 12),
+        "activations": activations,
+        "temporary": max(_loss(config, stage), _layer_backward(config, stage), optimizer_step)
+        + _gathered_sequence(config),
+    }
+
+
+def element_bytes(config: RunConfig) -> int:
+    """Of weights and activations."""
+    return 4 if config.training.precision == "fp32" else 2
+
+
+def micro_batch_tokens(config: RunConfig) -> int:
+    """Tokens of a micro-batch on one context rank."""
+    tokens = config.training.micro_batch_sequences * config.data.sequence_length
+    return tokens // config.parallel.context
+
+
+def micro_batches(config: RunConfig, world_size: int) -> int:
+    """Micro-batches that one rank works through in a step."""
+    data_ranks = world_size // config.parallel.model_ranks
+    return config.global_batch_sequences // (data_ranks * config.training.micro_batch_sequences)
+
+
+def layers_of_stage(config: RunConfig, stage: int) -> list[str]:
+    """The mixers of the layers on one pipeline rank, chunk after chunk."""
+    parallel, mixers = config.parallel, config.model.layer_mixers
+    size = len(mixers) // (parallel.pipeline * parallel.virtual_pipeline)
+    starts = range(stage * size, len(mixers), parallel.pipeline * size)
+    return [name for start in starts for name in mixers[start : start + size]]
+
+
+def stage_parameters(config: RunConfig, stage: int) -> float:
+    """Parameters on one rank of a stage. What mixers replicate over tensor ranks counts as split:
+    norms of a head's width, a rounding error."""
+    model, parallel = config.model, config.parallel
+    width = model.hidden_size
+    layers = layers_of_stage(config, stage)
+    split = sum(sum(config.mixers[name].parameters(width).values()) for name in layers)
+    split += len(layers) * 3 * width * model.ffn_hidden_size
+    vocabulary = model.padded_vocab_size * width
+    first, last = stage == 0, stage == parallel.pipeline - 1
+    split += vocabulary * first
+    # Tied embeddings are held a second time where the first stage is not the last.
+    split += vocabulary * (last and not (first and model.tied_embeddings))
+    norms = (2 * len(layers) + last) * width
+    return split / parallel.tensor + norms
+
+
+def _activations(config: RunConfig, world_size: int, stage: int) -> float:
+    """What waits for backward at the moment when the most does."""
+    layers = layers_of_stage(config, stage)
+    if config.training.recompute == "full":
+        per_token = len(layers) * _residual_bytes(config)
+    else:
+        per_token = sum(_layer_bytes(config, name) for name in layers)
+    per_token *= _passes_in_flight(config, world_size, stage)
+    if stage == config.parallel.pipeline - 1:
+        per_token += 2 * _residual_bytes(config)  # input and output of the final norm
+    return per_token * micro_batch_tokens(config)
+
+
+def _passes_in_flight(config: RunConfig, world_size: int, stage: int) -> float:
+    """Forward passes through all of the stage's layers whose backward has not begun.
+
+    1F1B runs as many ahead as there are stages behind this one; the interleaved schedule more, in
+    passes of one chunk.
+    """
+    parallel, count = config.parallel, micro_batches(config, world_size)
+    behind = parallel.pipeline - stage
+    chunks = parallel.virtual_pipeline
+    if chunks == 1:
+        return min(behind, count)
+    return min(2 * (behind - 1) + (chunks - 1) * parallel.pipeline + 1, count * chunks) / chunks
+
+
+def _residual_bytes(config: RunConfig) -> float:
+    """A token of the residual stream; sequence parallelism splits it over tensor ranks."""
+    split = config.parallel.tensor if config.parallel.sequence else 1
+    return config.model.hidden_size * element_bytes(config) / split
+
+
+def _layer_bytes(config: RunConfig, name: str) -> float:
+    """What autograd keeps of one layer, a token."""
+    model, element = config.model, element_bytes(config)
+    tensor, residual = config.parallel.tensor, _residual_bytes(config)
+    # Each norm's input, and its output as the next projection's input.
+    kept = 4 * residual
+    if model.dropout > 0:
+        kept += 2 * residual / element * MASK_BYTES
+    mixer = config.mixers[name]
+    return (
+        kept
+        + _mlp_bytes(config)
+        + mixer.activation_bytes_per_token(model.hidden_size, tensor, element)
+    )
+
+
+def _mlp_bytes(config: RunConfig) -> float:
+    """SwiGLU's input, two halves, and its output, a token."""
+    return 3 * config.model.ffn_hidden_size * element_bytes(config) / config.parallel.tensor
+
+
+def _layer_backward(config: RunConfig, stage: int) -> float:
+    """What the backward of one layer needs beside what is kept; with recomputation, all of it."""
+    model, tensor = config.model, config.parallel.tensor
+    tokens, element = micro_batch_tokens(config), element_bytes(config)
+    # Gradients of the residual stream and of SwiGLU's input and output, which is gone itself.
+    mlp = tokens * (_residual_bytes(config) + 2 * model.ffn_hidden_size * element / tensor)
+    # The mixer's turn comes when what the MLP and its norm kept is gone.
+    gone = tokens * (_mlp_bytes(config) + _residual_bytes(config))
+    needs = []
+    for name in dict.fromkeys(layers_of_stage(config, stage)):
+        working = config.mixers[name].working_bytes(model.hidden_size, tokens, tensor, element)
+        need = max(mlp, working - gone)
+        if config.training.recompute == "full":
+            need += tokens * _layer_bytes(config, name)
+        needs.append(need)
+    return max(needs)
+
+
+def _loss(config: RunConfig, stage: int) -> float:
+    """Logits around the cross-entropy, on the last stage; gone when the layers' backward begins."""
+    if stage != config.parallel.pipeline - 1:
+        return 0.0
+    model, element = config.model, element_bytes(config)
+    # In fp32, where the softmax and then its gradient replace them in place.
+    per_logit = 4.0
+    # In the model's dtype: before the cast, and as the gradient that leaves it.
+    per_logit += element if element < 4 else 0
+    # Hiding the padding copies them.
+    per_logit += 4 if model.padded_vocab_size > model.vocab_size else 0
+    return per_logit * micro_batch_tokens(config) * model.padded_vocab_size / config.parallel.tensor
+
+
+def _gathered_sequence(config: RunConfig) -> float:
+    """Megatron's one buffer for gathering a projection's input under sequence parallelism."""
+    if not config.parallel.sequence:
+        return 0.0
+    return micro_batch_tokens(config) * config.model.hidden_size * element_bytes(config)

@@ -1,0 +1,161 @@
+"""Predicted memory: against what torch would keep on a GPU, and by hand."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mixtron.launch.config import dump_config, load_config
+from mixtron.launch.estimate import parameters
+from mixtron.launch.memory import (
+    layers_of_stage,
+    memory_per_rank,
+    micro_batch_tokens,
+    stage_memory,
+    stage_parameters,
+)
+from tests.helpers.jobs import ENVIRONMENT
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+BF16 = "training.precision=bf16"
+MEASURED = {path.stem: (path.stem, []) for path in sorted(CONFIGS.glob("debug_*.yaml"))} | {
+    "kla": ("kla_400m", ["model.layers=2"]),
+    "attention": ("attention_400m", ["model.layers=2"]),
+    "grouped": ("attention_400m", ["model.layers=2", "mixers.attention.kv_heads=2"]),
+    "qk_norm": ("attention_400m", ["model.layers=2", "mixers.attention.qk_norm=true"]),
+    "dropout": ("attention_400m", ["model.layers=2", "model.dropout=0.1"]),
+    "padded": ("attention_400m", ["model.layers=2", "model.vocab_size=31990"]),
+    "recompute": ("kla_400m", ["model.layers=4", "training.recompute=full"]),
+}
+
+
+def large(*overrides: str, name: str = "attention_400m"):
+    return load_config(CONFIGS / f"{name}.yaml", list(overrides))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> dict[str, dict[str, int]]:
+    """By case: bytes kept after a forward, and at its peak, on a GPU that does not exist."""
+    folder = tmp_path_factory.mktemp("configs")
+    paths = []
+    for case, (name, overrides) in MEASURED.items():
+        paths.append(folder / f"{case}.yaml")
+        dump_config(load_config(CONFIGS / f"{name}.yaml", [*overrides, BF16]), paths[-1])
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.launch.fake_gpu", *map(str, paths)],
+        env={**ENVIRONMENT, "TORCHDYNAMO_DISABLE": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return dict(zip(MEASURED, map(json.loads, result.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_forward_keeps_what_was_predicted(case, measured):
+    """Within 3 %: rotary tables and masks of documents are left out, which small models feel."""
+    name, overrides = MEASURED[case]
+    config = load_config(CONFIGS / f"{name}.yaml", [*overrides, BF16])
+    softmax = 4 * micro_batch_tokens(config) * config.model.padded_vocab_size
+    predicted = memory_per_rank(config, 1)["activations"] + softmax
+    assert predicted == pytest.approx(measured[case]["kept"], rel=0.03)
+
+
+@pytest.mark.parametrize("case", [c for c in MEASURED if not c.startswith("debug")])
+def test_forward_peaks_at_the_logits_as_predicted(case, measured):
+    name, overrides = MEASURED[case]
+    parts = memory_per_rank(load_config(CONFIGS / f"{name}.yaml", [*overrides, BF16]), 1)
+    predicted = parts["activations"] + parts["temporary"]
+    assert predicted == pytest.approx(measured[case]["peak"], rel=0.01)
+
+
+def test_stages_hold_all_layers_once():
+    config = large("model.pattern=[attention]", "parallel={pipeline: 3, virtual_pipeline: 2}")
+    assert [len(layers_of_stage(config, s)) for s in range(3)] == [8, 8, 8]
+    config = load_config(CONFIGS / "debug_kla.yaml", ["parallel={pipeline: 2}"])
+    assert layers_of_stage(config, 0) == ["kla", "gated_deltanet"]
+    interleaved = {"pipeline": 2, "virtual_pipeline": 2}
+    config = load_config(CONFIGS / "debug_kla.yaml", [f"parallel={interleaved}"])
+    assert layers_of_stage(config, 0) == ["kla", "longhorn"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+def test_stages_hold_all_parameters_once(pipeline, tied):
+    config = large(
+        f"parallel={{pipeline: {pipeline}}}", f"model.tied_embeddings={str(tied).lower()}"
+    )
+    held = sum(stage_parameters(config, stage) for stage in range(pipeline))
+    embedding = config.model.padded_vocab_size * config.model.hidden_size
+    twice = embedding if tied and pipeline > 1 else 0
+    assert held == sum(parameters(config).values()) + twice
+
+
+def test_static_memory_by_hand():
+    config = large()
+    total = sum(parameters(config).values())
+    one, eight = memory_per_rank(config, 1), memory_per_rank(config, 8)
+    assert one["weights"] == eight["weights"] == 2 * total
+    assert one["gradients"] == eight["gradients"] == 4 * total
+    assert one["optimizer"] == 8 * eight["optimizer"] == 12 * total
+    fp32 = memory_per_rank(large("training.precision=fp32"), 1)
+    assert (fp32["weights"], fp32["optimizer"]) == (4 * total, 8 * total)
+
+
+def test_activations_by_hand():
+    """Softmax attention of 8 x 128 without grouping; width 1024, SwiGLU 2816; bf16."""
+    config = large("model.layers=1")
+    norms = 4 * 1024 * 2
+    # q, k, v as projected; q and k rotated; the output; log-sum-exp in fp32.
+    attention = (3 + 2 + 1) * 1024 * 2 + 4 * 8
+    mlp = 3 * 2816 * 2
+    final_norm = 2 * 1024 * 2
+    tokens = 8 * 4096
+    expected = tokens * (norms + attention + mlp + final_norm)
+    assert memory_per_rank(config, 1)["activations"] == expected
+
+
+def test_what_splits_activations():
+    whole = memory_per_rank(large(), 1)["activations"]
+    shared = 24 * 4 * 1024 * 2 + 2 * 1024 * 2  # the norms', a token
+    tokens = 8 * 4096
+    tensor = memory_per_rank(large("parallel={tensor: 2}"), 2)["activations"]
+    assert tensor == whole / 2 + tokens * shared / 2
+    sequence = memory_per_rank(large("parallel={tensor: 2, sequence: true}"), 2)["activations"]
+    assert sequence == whole / 2
+    context = memory_per_rank(large("parallel={context: 2}"), 2)["activations"]
+    assert context == whole / 2
+
+
+def test_pipeline_stages_keep_as_many_micro_batches_as_are_behind_them():
+    config = large("parallel={pipeline: 4}")
+    activations = [stage_memory(config, 4, stage)["activations"] for stage in range(4)]
+    final_norm = 8 * 4096 * 2 * 1024 * 2
+    one = activations[3] - final_norm
+    assert activations[:3] == [4 * one, 3 * one, 2 * one]
+    # Two micro-batches cannot be more than two in flight.
+    few = large("parallel={pipeline: 4}", f"training.global_batch_tokens={2 * 8 * 4096}")
+    assert stage_memory(few, 4, 0)["activations"] == 2 * one
+
+
+def test_recomputation_keeps_layer_inputs_and_one_layer():
+    config = large("training.recompute=full", "model.vocab_size=128")
+    memory = memory_per_rank(config, 1)
+    tokens = 8 * 4096
+    assert memory["activations"] == tokens * (24 + 2) * 1024 * 2
+    one_layer = memory_per_rank(large("model.layers=1"), 1)["activations"]
+    assert memory["temporary"] > one_layer - tokens * 2 * 1024 * 2
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "precision", "per_logit"),
+    [(32000, "bf16", 6), (31999, "bf16", 10), (32000, "fp32", 4), (31999, "fp32", 8)],
+)
+def test_logits(vocab_size, precision, per_logit):
+    config = large(f"model.vocab_size={vocab_size}", f"training.precision={precision}")
+    assert memory_per_rank(config, 1)["temporary"] == per_logit * 8 * 4096 * 32000
