@@ -1,4 +1,4 @@
-"""Continues a text from a checkpoint, on one rank, running the model over the whole prefix."""
+"""Continues a text from a checkpoint, on one rank: the prompt at once, then token by token."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from mixtron.data_prep.tokenizer import load_tokenizer
 from mixtron.launch.checkpoint import find_checkpoint, load_weights
 from mixtron.launch.config import load_config
-from mixtron.megatron_ext.batch import make_batch
+from mixtron.megatron_ext.batch import decode_batch, prefill_batch
 from mixtron.megatron_ext.config import ParallelConfig
 from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.model import build_model, forward
@@ -37,10 +37,13 @@ def generate(run_dir: Path, prompt: str, tokens: int, temperature: float, seed: 
     tokenizer = load_tokenizer(config.data.tokenizer, eod_token=config.data.eod_token)
     ids = tokenizer.encode_batch([prompt])[0].tolist()
     generator = torch.Generator().manual_seed(seed)
+    batch = prefill_batch(len(ids), device)
+    cache, new = batch.cache, ids
+    assert cache is not None
     for _ in range(tokens):
-        stream = torch.tensor([ids], device=device)
-        batch = make_batch([len(ids)], step=0, device=device)
+        stream = torch.tensor([new], device=device)
         logits_V = forward(chunks[0], config.model, ranks, stream, batch)[0, -1].cpu()
+        cache.lengths += len(new)
         if temperature == 0:
             next_id = int(logits_V.argmax())
         else:
@@ -49,4 +52,6 @@ def generate(run_dir: Path, prompt: str, tokens: int, temperature: float, seed: 
         if next_id == tokenizer.eod_id:
             break
         ids.append(next_id)
+        new, batch = [next_id], decode_batch(cache)
+    torch.distributed.destroy_process_group()
     return tokenizer.decode(ids)

@@ -6,6 +6,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mixtron.megatron_ext.cache import Cache
+
 
 @dataclass(kw_only=True, eq=False)
 class Batch(PackedSeqParams):
@@ -28,6 +30,10 @@ class Batch(PackedSeqParams):
     """The optimizer step, for mixers that draw something anew at each."""
     context_rank: int = 0
     context_size: int = 1
+    cache: Cache | None = None
+    """Decoding: filled by a stream of one whole sequence, or advanced by one of a token each."""
+    decoding: bool = False
+    """The stream holds the next token of each of the cache's sequences."""
     _rope: dict = field(default_factory=dict)
 
     @property
@@ -84,3 +90,22 @@ def make_batch(
         context_rank=context_rank,
         context_size=context_size,
     )
+
+
+def prefill_batch(tokens: int, device: torch.device | str) -> Batch:
+    """A stream of one whole sequence, which fills a new cache."""
+    batch = make_batch([tokens], step=0, device=device)
+    batch.cache = Cache.empty(device)
+    return batch
+
+
+def decode_batch(cache: Cache) -> Batch:
+    """A stream of the next token of each of the cache's sequences.
+
+    The caller adds one to `cache.lengths` after the forward pass.
+    """
+    count = len(cache.lengths)
+    batch = make_batch([1] * count, step=0, device=cache.lengths.device)
+    batch.position_ids = cache.lengths.clone()
+    batch.cache, batch.decoding = cache, True
+    return batch

@@ -225,3 +225,14 @@ class ShortConvolution(ShardedModule):
         x_TBE = torch.cat([rows_before(x_TBE, halo, self.cp_group), x_TBE])
         position_T = F.pad(position_T, (halo, 0))
         return F.silu(short_convolution(x_TBE, self.weight, position_T)[halo:])
+
+    def tail(self, x_TBE: Tensor) -> Tensor:
+        """The inputs [B, width - 1, E] that the next tokens still reach; zeros before the first."""
+        rows = self.weight.shape[1] - 1
+        return F.pad(x_TBE, (0, 0, 0, 0, rows, 0))[x_TBE.shape[0] :].transpose(0, 1)
+
+    def step(self, x_BE: Tensor, tail_BWE: Tensor) -> tuple[Tensor, Tensor]:
+        """The next token of each sequence: its output [B, E] and the new tail."""
+        window_BWE = torch.cat([tail_BWE, x_BE[:, None]], dim=1)
+        y_BE = (window_BWE.float() * self.weight.float().t().flip(0)).sum(1)
+        return F.silu(y_BE.to(x_BE.dtype)), window_BWE[:, 1:]

@@ -4,10 +4,16 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from mixtron.megatron_ext.mixers.base import MixerConfig, require_divisible
+from mixtron.megatron_ext.mixers.base import (
+    MixerConfig,
+    require_context_divides,
+    require_divisible,
+)
 
 Positive = Annotated[int, Field(gt=0)]
 CHUNK = 64
+SEGMENT_CHUNKS = 2048
+"""Of kernels/delta_rule/chunk.py, which this file cannot import: it needs torch."""
 
 
 class Config(MixerConfig):
@@ -28,6 +34,9 @@ class Config(MixerConfig):
     normalize_keys: bool = False
     """L2-normalise keys, as Gated DeltaNet and DeltaNet do; KLA does not."""
     output_gate: bool = True
+    context_exchange: Literal["state", "heads"] = "state"
+    """What context ranks exchange: a map of the state each (few bytes, whatever the length), or
+    heads for tokens (then `heads` over TP must be divisible by parallel.context)."""
 
     context_parallel: ClassVar[bool] = True
 
@@ -81,8 +90,54 @@ class Config(MixerConfig):
     def activation_bytes_per_token(
         self, hidden_size: int, tensor: int, bytes_per_element: int
     ) -> float:
-        raise NotImplementedError
+        key, value = self.heads * self.key_dim, self.value_heads * self.value_dim
+        # The convolution's input and output, and SiLU's output, of which k and v are views.
+        elements = 3 * sum(self.convolved().values())
+        elements += value  # the op's output, kept by the norm
+        fp32 = self.value_heads  # the norm's statistics
+        if self.output_gate:
+            # The projection's output, kept by the gate's view of it; the norm's output,
+            # SiLU(gate) and their product.
+            elements += sum(self.components().values()) + 3 * value
+        else:
+            elements += value  # the norm's output
+        normalised = 2 if self.normalize_keys else 1
+        elements += normalised * key
+        fp32 += normalised * (key + 2 * self.heads)  # before the division, and the norms
+        fp32 += self.value_heads  # eta
+        if self.decay == "gated":
+            fp32 += 3 * self.value_heads  # softplus' input and output, the log decay
+        return (elements * bytes_per_element + 4 * fp32) / tensor
+
+    def working_bytes(
+        self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
+    ) -> float:
+        key, value, convolved = self.key_dim, self.value_dim, sum(self.convolved().values())
+        # Backward recomputes a segment of chunks in fp32, and keeps this much of each (counted in
+        # kernels/delta_rule/chunk.py).
+        chunks = min(tokens / CHUNK * self.value_heads / tensor, SEGMENT_CHUNKS)
+        chunk = 7 * CHUNK * key + 3 * CHUNK * value + 6 * CHUNK**2 + 2 * key**2 + 4 * key * value
+        # The gate's operands are gone by then, in their stead there are gradients of two.
+        gone = 2 * self.value_heads * value * bytes_per_element if self.output_gate else 0
+        segment = 4 * chunks * chunk - tokens * gone / tensor
+        # The convolution's: gradients of its output, of its input, and one shifted, in fp32; what
+        # the op and SiLU kept is gone.
+        convolution = tokens * convolved / tensor * (3 * 4 - bytes_per_element)
+        return max(segment, convolution)
+
+    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+        tail = (self.conv_width - 1) * sum(self.convolved().values()) * element
+        if self.context_exchange == "heads":
+            # q, k, v and the output in the model's dtype, log decay and eta in fp32.
+            rows = sum(self.convolved().values()) + self.value_heads * self.value_dim
+            moved = tokens * (rows * element + 2 * 4 * self.value_heads) / tensor
+            return moved * (context - 1) / context + (context - 1) * tail / tensor
+        # An affine map of the state, in fp32, and the convolution's last tokens to every rank.
+        state_map = 4 * self.value_heads * self.key_dim * (self.key_dim + self.value_dim)
+        return (context - 1) * (state_map + tail) / tensor
 
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
         super().check(name, hidden_size, tensor, context)
         require_divisible(name, "heads", self.heads, tensor)
+        if self.context_exchange == "heads":
+            require_context_divides(name, "heads", self.heads // tensor, tensor, context)

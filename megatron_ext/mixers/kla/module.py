@@ -6,9 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixtron.kernels.delta_rule import delta_rule, delta_rule_segment_map
+from mixtron.kernels.delta_rule import delta_rule, delta_rule_segment_map, delta_rule_step
 from mixtron.megatron_ext.batch import Batch
-from mixtron.megatron_ext.context_parallel import state_before
+from mixtron.megatron_ext.context_parallel import (
+    heads_to_sequence,
+    sequence_to_heads,
+    state_before,
+)
 from mixtron.megatron_ext.layers import (
     FusedColumnParallel,
     OutputProjection,
@@ -38,7 +42,8 @@ class Mixer(ShardedModule):
     the input, one a value head; the output is a gated RMSNorm over each value head, then projected.
 
     TP: heads. SP: gathered by the input projection, scattered by the output one. CP: each rank sums
-    its tokens up as an affine map of the state, and takes the state that the maps before it give.
+    its tokens up as an affine map of the state, and takes the state that the maps before it give;
+    or, by `context_exchange: heads`, heads are exchanged for tokens around the op.
     Initialisation: matrices N(0, std), A ~ U(1, 16), dt log-uniform in [1e-3, 1e-1], norm 1. Decay
     parameters are fp32 whatever the model's dtype.
     """
@@ -46,6 +51,7 @@ class Mixer(ShardedModule):
     def __init__(self, config, layer_number: int, mixer: Config, pg_collection, **_):
         super().__init__(config, pg_collection.tp)
         self.mixer = mixer
+        self.layer_number = layer_number
         self.cp_group = pg_collection.cp
         self.in_proj = FusedColumnParallel(
             config, config.hidden_size, mixer.components(), self.tp_group
@@ -70,15 +76,25 @@ class Mixer(ShardedModule):
         batch, mixer = packed_seq_params, self.mixer
         assert batch is not None
         parts = dict(zip(mixer.components(), self.in_proj(hidden_TBD), strict=True))
-        convolved = torch.cat([parts[name] for name in mixer.convolved()], dim=-1)
-        q_BTHK, k_BTHK, v_BTJV = self._heads(self.convolution(convolved, batch))
-        q_BTHK = F.normalize(q_BTHK.float(), dim=-1).to(q_BTHK.dtype)
-        if mixer.normalize_keys:
-            k_BTHK = F.normalize(k_BTHK.float(), dim=-1).to(k_BTHK.dtype)
-        log_decay_BTJ = self._log_decay(parts["decay"]) if mixer.decay == "gated" else None
-        eta_BTJ = parts["step_size"].transpose(0, 1).float().sigmoid()
-        writes = (k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ)
-        options = {"step_size": mixer.step_size, "cu_seqlens": batch.local_cu_seqlens}
+        raw_TBE = torch.cat([parts[name] for name in mixer.convolved()], dim=-1)
+        if batch.decoding:
+            o_BTJV = self._decode(raw_TBE, parts, batch)
+        else:
+            o_BTJV = self._mix(raw_TBE, parts, batch)
+        (weight,) = replicated(self.tp_group, self.norm_weight)
+        o_BTJV = F.rms_norm(o_BTJV, weight.shape, weight, self.config.layernorm_epsilon)
+        o_TBE = o_BTJV.flatten(2).transpose(0, 1)
+        if mixer.output_gate:
+            o_TBE = o_TBE * F.silu(parts["gate"])
+        return self.out_proj(o_TBE)
+
+    def _mix(self, raw_TBE: Tensor, parts: dict[str, Tensor], batch: Batch) -> Tensor:
+        """The whole stream, or this context rank's share of it. [B, T, J, V]."""
+        inputs = self._inputs(self.convolution(raw_TBE, batch), parts)
+        if batch.context_size > 1 and self.mixer.context_exchange == "heads":
+            return self._mix_exchanged(inputs, batch)
+        q_BTHK, *writes = inputs
+        options = {"step_size": self.mixer.step_size, "cu_seqlens": batch.local_cu_seqlens}
         state_BJKV = None
         if batch.context_size > 1:
             state_BJKV = state_before(
@@ -86,13 +102,58 @@ class Mixer(ShardedModule):
                 batch.position_ids[0] == 0,
                 self.cp_group,
             )
-        o_BTJV, _ = delta_rule(q_BTHK, *writes, **options, initial_state_BJKV=state_BJKV)
-        (weight,) = replicated(self.tp_group, self.norm_weight)
-        o_BTJV = F.rms_norm(o_BTJV, weight.shape, weight, self.config.layernorm_epsilon)
-        o_TBE = o_BTJV.flatten(2).transpose(0, 1)
-        if mixer.output_gate:
-            o_TBE = o_TBE * F.silu(parts["gate"])
-        return self.out_proj(o_TBE)
+        o_BTJV, state_BJKV = delta_rule(q_BTHK, *writes, **options, initial_state_BJKV=state_BJKV)
+        if batch.cache is not None:
+            tail = self.convolution.tail(raw_TBE)
+            batch.cache.layers[self.layer_number] = {"state": state_BJKV, "tail": tail}
+        return o_BTJV
+
+    def _mix_exchanged(self, inputs: tuple, batch: Batch) -> Tensor:
+        """The whole stream for this context rank's share of the heads, there and back."""
+
+        def exchange(x_BTHE):
+            return sequence_to_heads(x_BTHE[0], self.cp_group)[None]
+
+        q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ = inputs
+        if log_decay_BTJ is not None:
+            log_decay_BTJ = exchange(log_decay_BTJ.unsqueeze(-1)).squeeze(-1)
+        o_BTJV, _ = delta_rule(
+            exchange(q_BTHK),
+            exchange(k_BTHK),
+            exchange(v_BTJV),
+            log_decay_BTJ,
+            exchange(eta_BTJ.unsqueeze(-1)).squeeze(-1),
+            step_size=self.mixer.step_size,
+            cu_seqlens=batch.cu_seqlens,
+        )
+        return heads_to_sequence(o_BTJV[0], self.cp_group)[None]
+
+    def _decode(self, raw_TBE: Tensor, parts: dict[str, Tensor], batch: Batch) -> Tensor:
+        """The next token of each cached sequence; they lie along T. [1, T, J, V]."""
+        assert batch.cache is not None
+        cached = batch.cache.layers[self.layer_number]
+        convolved_TE, cached["tail"] = self.convolution.step(raw_TBE[:, 0], cached["tail"])
+        q, k, v, log_decay, eta = self._inputs(convolved_TE[:, None], parts)
+        o_TJV, cached["state"] = delta_rule_step(
+            cached["state"],
+            q[0],
+            k[0],
+            v[0],
+            None if log_decay is None else log_decay[0],
+            eta[0],
+            step_size=self.mixer.step_size,
+        )
+        return o_TJV[None]
+
+    def _inputs(self, convolved_TBE: Tensor, parts: dict[str, Tensor]) -> tuple:
+        """q, k, v, log decay (None without) and eta, batch first."""
+        q_BTHK, k_BTHK, v_BTJV = self._heads(convolved_TBE)
+        q_BTHK = F.normalize(q_BTHK.float(), dim=-1).to(q_BTHK.dtype)
+        if self.mixer.normalize_keys:
+            k_BTHK = F.normalize(k_BTHK.float(), dim=-1).to(k_BTHK.dtype)
+        log_decay_BTJ = self._log_decay(parts["decay"]) if "decay" in parts else None
+        eta_BTJ = parts["step_size"].transpose(0, 1).float().sigmoid()
+        return q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ
 
     def _heads(self, convolved_TBE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tp, mixer = self.tp_group.size(), self.mixer

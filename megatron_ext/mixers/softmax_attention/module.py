@@ -1,5 +1,6 @@
 """Softmax attention as a Megatron layer's mixer."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,6 +23,7 @@ class Mixer(ShardedModule):
     def __init__(self, config, layer_number: int, mixer: Config, pg_collection, **_):
         super().__init__(config, pg_collection.tp)
         self.mixer = mixer
+        self.layer_number = layer_number
         self.cp_group = pg_collection.cp
         self.in_proj = FusedColumnParallel(
             config, config.hidden_size, mixer.components(), self.tp_group
@@ -51,6 +53,10 @@ class Mixer(ShardedModule):
             q_THK, k_TGK, v_TGK = (
                 sequence_to_heads(x, self.cp_group) for x in (q_THK, k_TGK, v_TGK)
             )
+        if batch.decoding:
+            return self.out_proj(self._decode(q_THK, k_TGK, v_TGK, batch))
+        if batch.cache is not None:
+            batch.cache.layers[self.layer_number] = {"key": k_TGK[None], "value": v_TGK[None]}
         o_THK = softmax_attention(
             q_THK,
             k_TGK,
@@ -63,3 +69,22 @@ class Mixer(ShardedModule):
         if batch.context_size > 1:
             o_THK = heads_to_sequence(o_THK, self.cp_group)
         return self.out_proj(o_THK.reshape(o_THK.shape[0], 1, -1))
+
+    def _decode(self, q_BHK: Tensor, k_BGK: Tensor, v_BGK: Tensor, batch: Batch) -> Tensor:
+        """Each sequence's newest query against its own cached keys. [B, 1, H K]."""
+        cache = batch.cache
+        assert cache is not None
+        k_BSGK = cache.append(self.layer_number, "key", k_BGK)
+        v_BSGK = cache.append(self.layer_number, "value", v_BGK)
+        slot_S = torch.arange(k_BSGK.shape[1], device=q_BHK.device)
+        age_BS = cache.lengths[:, None] - slot_S
+        attended_BS = (age_BS >= 0) & (age_BS < (self.mixer.window or age_BS.shape[1]))
+        o_BH1K = F.scaled_dot_product_attention(
+            q_BHK[:, :, None],
+            k_BSGK.transpose(1, 2),
+            v_BSGK.transpose(1, 2),
+            attn_mask=attended_BS[:, None, None],
+            scale=self.mixer.head_dim**-0.5,
+            enable_gqa=True,
+        )
+        return o_BH1K.flatten(1)[:, None]

@@ -1,0 +1,63 @@
+"""Prefill and token-by-token decode give the logits of the full forward pass, at every position."""
+
+import pytest
+import torch
+
+from tests.contract.cases import MIXERS, ONE_RANK, TP2, Case
+from tests.helpers.ranks import run_on_ranks
+
+PROMPTS = (5, 1, 17)
+STEPS = 14
+
+
+def decode_and_forward(mixer: str, tensor: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each sequence: logits of prefill and decode, and of the full forward. [T, V] each."""
+    from mixtron.megatron_ext.batch import decode_batch, make_batch, prefill_batch
+    from mixtron.megatron_ext.cache import Cache
+    from mixtron.megatron_ext.model import build_model, forward
+    from mixtron.megatron_ext.parallel import init_distributed, init_model_parallel
+
+    config = Case(mixer).config(TP2 if tensor == 2 else ONE_RANK)
+    # A softmax layer in between, so that caches of two kinds lie in one model.
+    attention = Case("softmax_attention").config(ONE_RANK).mixers
+    mixers = {**config.mixers, **attention}
+    pattern = [name for pair in zip(config.model.pattern, [*attention] * 4) for name in pair]  # noqa: B905
+    model = config.model.model_copy(update={"pattern": pattern, "layers": len(pattern)})
+    device = init_distributed()
+    ranks = init_model_parallel(tensor, seed=1, device=device)
+    (chunk,) = build_model(model, mixers, config.parallel, ranks, seed=1, bf16=False, max_tokens=64)
+    chunk.eval()
+    generator = torch.Generator().manual_seed(3)
+    streams = [
+        torch.randint(0, model.vocab_size, (1, n + STEPS), generator=generator) for n in PROMPTS
+    ]
+    with torch.no_grad():
+        full = [
+            forward(chunk, model, ranks, s, make_batch([s.shape[1]], step=0, device=device))[0]
+            for s in streams
+        ]
+        caches, found = [], []
+        for stream, n in zip(streams, PROMPTS, strict=True):
+            batch = prefill_batch(n, device)
+            found.append([forward(chunk, model, ranks, stream[:, :n], batch)[0]])
+            batch.cache.lengths += n
+            caches.append(batch.cache)
+        cache = Cache.stack(caches)
+        for step in range(STEPS):
+            tokens = torch.stack([s[0, n + step] for s, n in zip(streams, PROMPTS, strict=True)])
+            logits = forward(chunk, model, ranks, tokens[None], decode_batch(cache))[0]
+            cache.lengths += 1
+            for rows, row in zip(found, logits, strict=True):
+                rows.append(row[None])
+    return [(torch.cat(rows), whole) for rows, whole in zip(found, full, strict=True)]
+
+
+@pytest.mark.parametrize("tensor", [1, 2], ids=["one rank", "tp2"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_decode_equals_the_full_forward(mixer, tensor):
+    for pairs in run_on_ranks(tensor, decode_and_forward, mixer, tensor):
+        for decoded, whole in pairs:
+            assert decoded.shape == whole.shape
+            # fp32 sums in another order, through at most eight layers.
+            error = (decoded - whole).abs().max() / whole.abs().max()
+            assert error < 2e-5, error
