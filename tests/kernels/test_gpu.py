@@ -63,8 +63,9 @@ def test_delta_rule_chunk(step_size):
     key = noise(1, tokens, 2, 64)
     inputs = {
         "q": torch.nn.functional.normalize(noise(1, tokens, 2, 64), dim=-1).bfloat16(),
-        "k": (torch.nn.functional.normalize(key, dim=-1) if step_size == "learned" else key)
-        .bfloat16(),
+        "k": (
+            torch.nn.functional.normalize(key, dim=-1) if step_size == "learned" else key
+        ).bfloat16(),
         "v": noise(1, tokens, 4, 64).bfloat16(),
         "log_decay": -torch.nn.functional.softplus(noise(1, tokens, 4)),
         "eta": noise(1, tokens, 4).sigmoid(),
