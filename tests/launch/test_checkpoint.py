@@ -250,7 +250,7 @@ def misfit(root: Path, parallel: ParallelConfig, model: dict):
         ),
         (
             {"layers": 3},
-            ["unexpected in the checkpoint: decoder.layers.3.mlp.linear_fc1.layer_norm_weight, d"],
+            ["unexpected in the checkpoint: decoder.layers.3.input_layernorm.weight, decoder"],
         ),
         (
             {"vocab_size": 129},
