@@ -60,7 +60,9 @@ def _weights_hash(checkpoint: str) -> str:
     return digest.hexdigest()
 
 
-def kill_and_compare(corpus: Path, straight: Path, folder: Path, kills: int, seed: int) -> None:
+def kill_and_compare(
+    start_job, corpus: Path, straight: Path, folder: Path, kills: int, seed: int
+) -> None:
     """Kills the job `kills` times, each time a random while after it began to step or to save."""
     draw = random.Random(seed)
     run_dir = folder / "run"
@@ -68,14 +70,14 @@ def kill_and_compare(corpus: Path, straight: Path, folder: Path, kills: int, see
     for _ in range(kills):
         complete = [c.step for c in list_checkpoints(run_dir / "checkpoints") if c.complete]
         assert STEPS not in complete, "the run ended before all kills: give it more steps"
-        job = Job(config, run_dir, overrides=JOB).start()
+        job = start_job(config, run_dir, JOB)
         job.wait_for_step(max([0, *complete]) + 1)
         time.sleep(draw.uniform(0, 0.8))
         job.kill()
         kept = [c.step for c in list_checkpoints(run_dir / "checkpoints") if c.complete]
         assert not complete or max(kept) >= max(complete)
         assert last_step(run_dir) - max([0, *kept]) <= 2 * SAVE_EVERY
-    job = Job(config, run_dir, overrides=JOB).start()
+    job = start_job(config, run_dir, JOB)
     assert job.wait() == 0, job.log()[-3000:]
     assert history(run_dir) == history(straight)
     final = f"checkpoints/step_{STEPS:08d}"
@@ -83,33 +85,33 @@ def kill_and_compare(corpus: Path, straight: Path, folder: Path, kills: int, see
     assert not list((run_dir / "checkpoints").glob(".*tmp*"))
 
 
-def test_eight_random_kills(corpus, straight, tmp_path):
-    kill_and_compare(corpus, straight, tmp_path, kills=8, seed=8)
+def test_eight_random_kills(start_job, corpus, straight, tmp_path):
+    kill_and_compare(start_job, corpus, straight, tmp_path, kills=8, seed=8)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(5))
-def test_forty_random_kills(corpus, straight, tmp_path, seed):
-    kill_and_compare(corpus, straight, tmp_path, kills=8, seed=100 + seed)
+def test_forty_random_kills(start_job, corpus, straight, tmp_path, seed):
+    kill_and_compare(start_job, corpus, straight, tmp_path, kills=8, seed=100 + seed)
 
 
-def test_signal_saves_and_asks_for_another_start(corpus, straight, tmp_path):
+def test_signal_saves_and_asks_for_another_start(start_job, corpus, straight, tmp_path):
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "config.yaml", small_config(corpus, run_dir))
-    job = Job(config, run_dir, overrides=JOB).start()
+    job = start_job(config, run_dir, JOB)
     job.wait_for_step(2)
     job.process.send_signal(signal.SIGTERM)
-    assert job.wait(30) == 75, job.log()[-3000:]
+    assert job.wait(120) == 75, job.log()[-3000:]
     saved = [c.step for c in list_checkpoints(run_dir / "checkpoints") if c.complete]
     assert saved
     assert max(saved) == last_step(run_dir) < STEPS
-    job = Job(config, run_dir, overrides=JOB).start()
+    job = start_job(config, run_dir, JOB)
     assert job.wait() == 0, job.log()[-3000:]
     assert f"resumed {run_dir}/checkpoints/step_{max(saved):08d}" in job.log()
     # Saving at another step than the straight run must not change what is computed.
     assert history(run_dir) == history(straight)
-    again = Job(config, run_dir, overrides=JOB).start()
+    again = start_job(config, run_dir, JOB)
     assert again.wait() == 0
     assert history(run_dir) == history(straight)
 
@@ -124,33 +126,33 @@ def ranks_of(job: Job) -> list[psutil.Process]:
     return sorted(found, key=lambda p: p.environ()["RANK"])
 
 
-def test_one_killed_rank_is_a_failure_worth_a_restart(corpus, tmp_path):
+def test_one_killed_rank_is_a_failure_worth_a_restart(start_job, corpus, tmp_path):
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "config.yaml", small_config(corpus, run_dir))
-    job = Job(config, run_dir, overrides=JOB).start()
+    job = start_job(config, run_dir, JOB)
     job.wait_for_step(2)
     ranks_of(job)[1].kill()
-    assert job.wait(60) == 76, job.log()[-3000:]
+    assert job.wait(120) == 76, job.log()[-3000:]
 
 
-def test_no_rank_outlives_its_job_and_two_jobs_never_share_a_folder(corpus, tmp_path):
+def test_no_rank_outlives_its_job_and_two_jobs_never_share_a_folder(start_job, corpus, tmp_path):
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "config.yaml", small_config(corpus, run_dir))
     endless = ["training.steps=100000", "checkpoint.save_every_steps=100000"]
-    job = Job(config, run_dir, overrides=endless).start()
+    job = start_job(config, run_dir, endless)
     job.wait_for_step(2)
     ranks = ranks_of(job)
     assert len(ranks) == 2
-    second = Job(config, run_dir, overrides=endless).start()
-    assert second.wait(90) == 2
+    second = start_job(config, run_dir, endless)
+    assert second.wait(180) == 2
     assert "another job is running there (host" in job.log()
     assert last_step(run_dir) > 2
     assert ranks[0].is_running(), "the refused job must not disturb the running one"
     torchrun = psutil.Process(job.process.pid).children()[0]
     torchrun.kill()
-    _, alive = psutil.wait_procs(ranks, timeout=20)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive
-    assert job.wait(20) == 76
+    assert job.wait(120) == 76
 
 
 def test_progress_is_written_down(straight):
