@@ -30,6 +30,18 @@ def uniform(low: float, high: float) -> Draw:
     return lambda generator, shape: torch.rand(shape, generator=generator) * (high - low) + low
 
 
+def draw_log_decay_rate(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """A_log, with A ~ U(1, 16)."""
+    return (torch.rand(shape, generator=generator) * 15 + 1).log()
+
+
+def draw_dt_bias(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """softplus^-1(dt), dt log-uniform in [1e-3, 1e-1]: the state starts by forgetting slowly."""
+    low, high = math.log(1e-3), math.log(1e-1)
+    dt = (torch.rand(shape, generator=generator) * (high - low) + low).exp()
+    return dt + torch.log(-torch.expm1(-dt))
+
+
 @dataclass(frozen=True)
 class Declaration:
     """What `initialise` needs to know of one parameter."""

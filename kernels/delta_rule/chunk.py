@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mixtron.kernels.delta_rule.decode import StepSize
+from mixtron.kernels.recurrence import document_starts, scan_chunks, to_value_heads
 
 CHUNK_LENGTH = 64
 SEGMENT_CHUNKS = 2048
@@ -111,11 +112,8 @@ def _with_resets(
         log_decay_BTJ = torch.zeros_like(eta_BTJ)
     if cu_seqlens is None:
         return log_decay_BTJ
-    T = eta_BTJ.shape[1]
-    starts = torch.zeros(T + 1, dtype=torch.bool, device=cu_seqlens.device)
-    starts.index_fill_(0, cu_seqlens.long(), True)
-    starts[:1] = False
-    return log_decay_BTJ.masked_fill(starts[:T, None], float("-inf"))
+    starts_T = document_starts(cu_seqlens, eta_BTJ.shape[1])
+    return log_decay_BTJ.masked_fill(starts_T[:, None], float("-inf"))
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ def _chunk_maps(
 ) -> ChunkMaps:
     """The triangular solves: all that does not depend on the state or on q."""
     K, V = k_BTHK.shape[3], v_BTJV.shape[3]
-    k_BTJK = _to_value_heads(k_BTHK, v_BTJV.shape[2], dtype)
+    k_BTJK = to_value_heads(k_BTHK.to(dtype), v_BTJV.shape[2])
     eta_BTJ1 = eta_BTJ.to(dtype).unsqueeze(-1)
     r_BTJ1 = _rescaling(k_BTJK, eta_BTJ1, step_size, eps)
     k, v, eta_BJNC1, log_decay_BJNC1 = (
@@ -201,8 +199,10 @@ def _segment(
     """The chunks' maps, a scan over them, then the outputs."""
     dtype, T = state_BJKV.dtype, q_BTHK.shape[1]
     maps = _chunk_maps(k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ, dtype, step_size, eps, chunk_length)
-    before_BJNKV, state_BJKV = _scan(maps.transition_BJNKK, maps.write_BJNKV, state_BJKV)
-    q = _chunked(scale * _to_value_heads(q_BTHK, v_BTJV.shape[2], dtype), chunk_length)
+    before_BJNKV, state_BJKV = scan_chunks(
+        maps.transition_BJNKK, maps.write_BJNKV, state_BJKV, torch.matmul
+    )
+    q = _chunked(scale * to_value_heads(q_BTHK.to(dtype), v_BTJV.shape[2]), chunk_length)
     scores_BJNCC = maps.between_BJNCC * (q @ maps.k_BJNCK.mT)
     read_BJNCK = maps.from_start_BJNC1 * q - scores_BJNCC @ maps.w_BJNCK
     o_BJNCV = read_BJNCK @ before_BJNKV + scores_BJNCC @ maps.u_BJNCV
@@ -223,11 +223,6 @@ def _segment_map(
     dtype = torch.promote_types(k_BTHK.dtype, torch.float32)
     maps = _chunk_maps(k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ, dtype, step_size, eps, chunk_length)
     return _compose(maps.transition_BJNKK, maps.write_BJNKV)
-
-
-def _to_value_heads(x_BTHK: Tensor, value_heads: int, dtype: torch.dtype) -> Tensor:
-    groups = value_heads // x_BTHK.shape[2]
-    return x_BTHK.to(dtype).repeat_interleave(groups, dim=2)
 
 
 def _rescaling(k_BTJK: Tensor, eta_BTJ1: Tensor, step_size: StepSize, eps: float) -> Tensor:
@@ -259,30 +254,6 @@ def _decay_between(log_decay_BJNC1: Tensor) -> Tensor:
     sums_BJNCC = log_decay_BJNC1.expand(*log_decay_BJNC1.shape[:-1], C).tril(-1).cumsum(-2)
     future_CC = torch.ones(C, C, dtype=torch.bool, device=sums_BJNCC.device).triu(1)
     return sums_BJNCC.masked_fill(future_CC, float("-inf")).exp()
-
-
-def _scan(
-    transition_BJNKK: Tensor, write_BJNKV: Tensor, state_BJKV: Tensor
-) -> tuple[Tensor, Tensor]:
-    """S_{n+1} = transition_n S_n + write_n: S before each chunk and after the last.
-
-    Composes neighbouring chunks, scans the half as many pairs, then fills in the states between:
-    log2 N levels of batched products instead of N serial ones.
-    """
-    N = transition_BJNKK.shape[2]
-    if N == 1:
-        after_BJKV = transition_BJNKK[:, :, 0] @ state_BJKV + write_BJNKV[:, :, 0]
-        return state_BJKV.unsqueeze(2), after_BJKV
-    paired = N - N % 2
-    first, second = (transition_BJNKK[:, :, i:paired:2] for i in (0, 1))
-    first_write, second_write = (write_BJNKV[:, :, i:paired:2] for i in (0, 1))
-    outer_BJNKV, state_BJKV = _scan(second @ first, second @ first_write + second_write, state_BJKV)
-    inner_BJNKV = first @ outer_BJNKV + first_write
-    before_BJNKV = torch.stack([outer_BJNKV, inner_BJNKV], dim=3).flatten(2, 3)
-    if paired < N:
-        before_BJNKV = torch.cat([before_BJNKV, state_BJKV.unsqueeze(2)], dim=2)
-        state_BJKV = transition_BJNKK[:, :, -1] @ state_BJKV + write_BJNKV[:, :, -1]
-    return before_BJNKV, state_BJKV
 
 
 def _compose(transition_BJNKK: Tensor, write_BJNKV: Tensor) -> tuple[Tensor, Tensor]:

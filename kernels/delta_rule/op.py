@@ -2,17 +2,15 @@
 
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 from mixtron.kernels.delta_rule.chunk import delta_rule_chunk
 from mixtron.kernels.delta_rule.decode import StepSize
 from mixtron.kernels.delta_rule.reference import delta_rule_reference
+from mixtron.kernels.recurrence import check_documents, check_gate, check_inputs
 
 Backend = Literal["chunk", "reference"]
 BACKENDS = {"chunk": delta_rule_chunk, "reference": delta_rule_reference}
-INPUT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-GATE_DTYPES = (torch.float64, torch.float32)
 
 
 def delta_rule(
@@ -58,16 +56,16 @@ def delta_rule(
         ValueError: an argument whose shape, dtype, device or value does not fit. The values of
             cu_seqlens are read on a CPU only: on a GPU that would wait for the device.
     """
-    _check_inputs(q_BTHK, k_BTHK, v_BTJV)
+    check_inputs(q_BTHK, k_BTHK, v_BTJV)
     B, T, _, K = q_BTHK.shape
     J, V = v_BTJV.shape[2:]
-    _check_gate("eta_BTJ", eta_BTJ, (B, T, J), q_BTHK)
+    check_gate("eta_BTJ", eta_BTJ, [(B, T, J)], q_BTHK)
     if log_decay_BTJ is not None:
-        _check_gate("log_decay_BTJ", log_decay_BTJ, (B, T, J), q_BTHK)
+        check_gate("log_decay_BTJ", log_decay_BTJ, [(B, T, J)], q_BTHK)
     if initial_state_BJKV is not None:
-        _check_gate("initial_state_BJKV", initial_state_BJKV, (B, J, K, V), q_BTHK)
+        check_gate("initial_state_BJKV", initial_state_BJKV, [(B, J, K, V)], q_BTHK)
     if cu_seqlens is not None:
-        _check_documents(cu_seqlens, q_BTHK)
+        check_documents(cu_seqlens, q_BTHK)
     for name, value, known in (
         ("step_size", step_size, get_args(StepSize)),
         ("backend", backend, tuple(BACKENDS)),
@@ -86,48 +84,3 @@ def delta_rule(
         initial_state_BJKV=initial_state_BJKV,
         cu_seqlens=cu_seqlens,
     )
-
-
-def _check_inputs(q_BTHK: Tensor, k_BTHK: Tensor, v_BTJV: Tensor) -> None:
-    if q_BTHK.dim() != 4 or 0 in q_BTHK.shape:
-        raise ValueError(f"q_BTHK is {list(q_BTHK.shape)}, expected [B, T, H, K], none of them 0")
-    if q_BTHK.dtype not in INPUT_DTYPES:
-        raise ValueError(f"q_BTHK is {q_BTHK.dtype}, expected fp64, fp32, bf16 or fp16")
-    if k_BTHK.shape != q_BTHK.shape:
-        raise ValueError(f"k_BTHK is {list(k_BTHK.shape)}, expected q's {list(q_BTHK.shape)}")
-    B, T, H, _ = q_BTHK.shape
-    if v_BTJV.dim() != 4 or v_BTJV.shape[:2] != (B, T) or v_BTJV.shape[2] % H or 0 in v_BTJV.shape:
-        raise ValueError(
-            f"v_BTJV is {list(v_BTJV.shape)}, expected [{B}, {T}, J, V] with J a multiple of {H}"
-        )
-    for name, x in (("k_BTHK", k_BTHK), ("v_BTJV", v_BTJV)):
-        if (x.dtype, x.device) != (q_BTHK.dtype, q_BTHK.device):
-            raise ValueError(
-                f"{name} is {x.dtype} on {x.device}, expected q's {q_BTHK.dtype} on {q_BTHK.device}"
-            )
-
-
-def _check_gate(name: str, x: Tensor, shape: tuple[int, ...], q_BTHK: Tensor) -> None:
-    if x.shape != shape:
-        raise ValueError(f"{name} is {list(x.shape)}, expected {list(shape)}")
-    if x.dtype not in GATE_DTYPES or x.device != q_BTHK.device:
-        raise ValueError(
-            f"{name} is {x.dtype} on {x.device}, expected fp32 or fp64 on {q_BTHK.device}"
-        )
-
-
-def _check_documents(cu_seqlens: Tensor, q_BTHK: Tensor) -> None:
-    B, T = q_BTHK.shape[:2]
-    if B != 1:
-        raise ValueError(f"cu_seqlens needs a batch of 1, q_BTHK is {list(q_BTHK.shape)}")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens is {list(cu_seqlens.shape)}, expected [documents + 1]")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.device != q_BTHK.device:
-        raise ValueError(
-            f"cu_seqlens is {cu_seqlens.dtype} on {cu_seqlens.device}, "
-            f"expected int32 or int64 on {q_BTHK.device}"
-        )
-    if cu_seqlens.device.type == "cpu":
-        offsets = cu_seqlens.tolist()
-        if offsets[0] != 0 or offsets[-1] != T or offsets != sorted(offsets):
-            raise ValueError(f"cu_seqlens is {offsets}, expected to rise from 0 to {T}")

@@ -1,7 +1,5 @@
 """KLA (arXiv 2605.08587) as a Megatron layer's mixer."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,19 +18,12 @@ from mixtron.megatron_ext.layers import (
     ShortConvolution,
 )
 from mixtron.megatron_ext.mixers.kla.config import Config
-from mixtron.megatron_ext.parameters import constant, replicated
-
-
-def draw_log_decay_rate(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """A_log, with A ~ U(1, 16)."""
-    return (torch.rand(shape, generator=generator) * 15 + 1).log()
-
-
-def draw_dt_bias(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """softplus^-1(dt), dt log-uniform in [1e-3, 1e-1]: the state starts by forgetting slowly."""
-    low, high = math.log(1e-3), math.log(1e-1)
-    dt = (torch.rand(shape, generator=generator) * (high - low) + low).exp()
-    return dt + torch.log(-torch.expm1(-dt))
+from mixtron.megatron_ext.parameters import (
+    constant,
+    draw_dt_bias,
+    draw_log_decay_rate,
+    replicated,
+)
 
 
 class Mixer(ShardedModule):

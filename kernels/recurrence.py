@@ -1,0 +1,101 @@
+"""What the recurrent ops share: the checks of their arguments, document starts, the chunk scan."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+INPUT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+GATE_DTYPES = (torch.float64, torch.float32)
+
+
+def check_inputs(q_BTHK: Tensor, k_BTHK: Tensor, v_BTJV: Tensor) -> None:
+    """Raises ValueError naming the argument: shapes, dtypes or devices that do not fit."""
+    if q_BTHK.dim() != 4 or 0 in q_BTHK.shape:
+        raise ValueError(f"q_BTHK is {list(q_BTHK.shape)}, expected [B, T, H, K], none of them 0")
+    if q_BTHK.dtype not in INPUT_DTYPES:
+        raise ValueError(f"q_BTHK is {q_BTHK.dtype}, expected fp64, fp32, bf16 or fp16")
+    if k_BTHK.shape != q_BTHK.shape:
+        raise ValueError(f"k_BTHK is {list(k_BTHK.shape)}, expected q's {list(q_BTHK.shape)}")
+    B, T, H, _ = q_BTHK.shape
+    if v_BTJV.dim() != 4 or v_BTJV.shape[:2] != (B, T) or v_BTJV.shape[2] % H or 0 in v_BTJV.shape:
+        raise ValueError(
+            f"v_BTJV is {list(v_BTJV.shape)}, expected [{B}, {T}, J, V] with J a multiple of {H}"
+        )
+    for name, x in (("k_BTHK", k_BTHK), ("v_BTJV", v_BTJV)):
+        if (x.dtype, x.device) != (q_BTHK.dtype, q_BTHK.device):
+            raise ValueError(
+                f"{name} is {x.dtype} on {x.device}, expected q's {q_BTHK.dtype} on {q_BTHK.device}"
+            )
+
+
+def check_gate(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], q_BTHK: Tensor) -> None:
+    """Raises ValueError: a gate or state of none of these shapes, or not fp32 or fp64 beside q."""
+    if tuple(x.shape) not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name} is {list(x.shape)}, expected {expected}")
+    if x.dtype not in GATE_DTYPES or x.device != q_BTHK.device:
+        raise ValueError(
+            f"{name} is {x.dtype} on {x.device}, expected fp32 or fp64 on {q_BTHK.device}"
+        )
+
+
+def check_documents(cu_seqlens: Tensor, q_BTHK: Tensor) -> None:
+    """Raises ValueError for offsets that do not fit; their values are read on the CPU alone."""
+    B, T = q_BTHK.shape[:2]
+    if B != 1:
+        raise ValueError(f"cu_seqlens needs a batch of 1, q_BTHK is {list(q_BTHK.shape)}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens is {list(cu_seqlens.shape)}, expected [documents + 1]")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.device != q_BTHK.device:
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} on {cu_seqlens.device}, "
+            f"expected int32 or int64 on {q_BTHK.device}"
+        )
+    if cu_seqlens.device.type == "cpu":
+        offsets = cu_seqlens.tolist()
+        if offsets[0] != 0 or offsets[-1] != T or offsets != sorted(offsets):
+            raise ValueError(f"cu_seqlens is {offsets}, expected to rise from 0 to {T}")
+
+
+def document_starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """[T] bool: tokens that start a document, but for token 0, which may continue one."""
+    starts = torch.zeros(tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
+    starts.index_fill_(0, cu_seqlens.long(), True)
+    starts[:1] = False
+    return starts[:tokens]
+
+
+def to_value_heads(x_BTHX: Tensor, value_heads: int) -> Tensor:
+    """[B, T, H, X] to [B, T, J, X]: value head j takes head j // (J/H)."""
+    return x_BTHX.repeat_interleave(value_heads // x_BTHX.shape[2], dim=2)
+
+
+def scan_chunks(
+    transition_BJNKE: Tensor,
+    write_BJNKV: Tensor,
+    state_BJKV: Tensor,
+    apply: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """S_{n+1} = apply(transition_n, S_n) + write_n: S before each chunk and after the last.
+
+    `apply` is torch.matmul (E = K) or torch.mul (a diagonal, E = 1). Composes neighbouring chunks,
+    scans the half as many pairs, then fills in the states between: log2 N levels of batched
+    products instead of N serial ones.
+    """
+    N = transition_BJNKE.shape[2]
+    if N == 1:
+        after_BJKV = apply(transition_BJNKE[:, :, 0], state_BJKV) + write_BJNKV[:, :, 0]
+        return state_BJKV.unsqueeze(2), after_BJKV
+    paired = N - N % 2
+    first, second = (transition_BJNKE[:, :, i:paired:2] for i in (0, 1))
+    first_write, second_write = (write_BJNKV[:, :, i:paired:2] for i in (0, 1))
+    outer_BJNKV, state_BJKV = scan_chunks(
+        apply(second, first), apply(second, first_write) + second_write, state_BJKV, apply
+    )
+    inner_BJNKV = apply(first, outer_BJNKV) + first_write
+    before_BJNKV = torch.stack([outer_BJNKV, inner_BJNKV], dim=3).flatten(2, 3)
+    if paired < N:
+        before_BJNKV = torch.cat([before_BJNKV, state_BJKV.unsqueeze(2)], dim=2)
+        state_BJKV = apply(transition_BJNKE[:, :, -1], state_BJKV) + write_BJNKV[:, :, -1]
+    return before_BJNKV, state_BJKV
