@@ -56,27 +56,29 @@ class _Gather(torch.autograd.Function):
 
 
 def state_before(
-    transition_BJKK: Tensor, write_BJKV: Tensor, starts_document: Tensor, group: dist.ProcessGroup
+    transition_BJKE: Tensor, write_BJKV: Tensor, starts_document: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
     """The recurrent state [B, J, K, V] fp32 that the ranks before this one leave to it.
 
     Every rank sums its tokens up as S_after = transition S_before + write and sends
-    4 J K (K + V) bytes, whatever its number of tokens; each folds the maps of those before it.
+    4 J K (E + V) bytes, whatever its number of tokens; each folds the maps of those before it.
 
     Args:
+        transition_BJKE: a matrix (E = K), or its diagonal (E = 1).
         starts_document: whether this rank's first token begins a document (0-dim bool): then
             nothing reaches it, or what comes after, from before.
     """
-    keeps = (~starts_document).to(transition_BJKK.dtype)
-    K = transition_BJKK.shape[-1]
-    own = torch.cat([keeps * transition_BJKK, write_BJKV], dim=-1)
+    keeps = (~starts_document).to(transition_BJKE.dtype)
+    E = transition_BJKE.shape[-1]
+    apply = torch.mul if E == 1 else torch.matmul
+    own = torch.cat([keeps * transition_BJKE, write_BJKV], dim=-1)
     maps = _Gather.apply(own, group)
     state_BJKV = torch.zeros_like(write_BJKV)
     for before in range(group.rank()):
-        transition, write = maps[before][..., :K], maps[before][..., K:]  # type: ignore[index]
-        state_BJKV = transition @ state_BJKV + write
+        transition, write = maps[before][..., :E], maps[before][..., E:]  # type: ignore[index]
+        state_BJKV = apply(transition, state_BJKV) + write
     # Every rank's backward takes part in the exchange, also that of a rank that used nothing of it.
-    return keeps * state_BJKV + 0 * maps[group.rank()][..., K:]  # type: ignore[index]
+    return keeps * state_BJKV + 0 * maps[group.rank()][..., E:]  # type: ignore[index]
 
 
 def rows_before(x_TBE: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
