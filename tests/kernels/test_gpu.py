@@ -4,6 +4,10 @@ import pytest
 import torch
 
 from mixtron.kernels.delta_rule import delta_rule, delta_rule_reference
+from mixtron.kernels.gated_linear_attention import (
+    gated_linear_attention,
+    gated_linear_attention_reference,
+)
 from mixtron.kernels.softmax_attention import softmax_attention, softmax_attention_reference
 from tests.helpers.numerics import assert_close_calibrated
 
@@ -85,4 +89,34 @@ def test_delta_rule_chunk(step_size):
         run(chunked, inputs, torch.bfloat16, "cuda", gates),
         run(reference, inputs, torch.float64, "cpu", gates),
         run(reference, inputs, torch.bfloat16, "cpu", gates),
+    )
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_gated_linear_attention_chunk(decay):
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(LENGTHS)
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    shape = (1, tokens, 4) if decay == "head" else (1, tokens, 4, 64)
+    inputs = {
+        "q": noise(1, tokens, 4, 64).bfloat16(),
+        "k": noise(1, tokens, 4, 64).bfloat16(),
+        "v": noise(1, tokens, 4, 64).bfloat16(),
+        "log_decay": -torch.nn.functional.softplus(noise(*shape)),
+    }
+    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0), tokens], dtype=torch.int32)
+
+    def reference(q, k, v, g):
+        return gated_linear_attention_reference(q, k, v, g, cu_seqlens=cu.to(q.device))[0]
+
+    def chunked(q, k, v, g):
+        return gated_linear_attention(q, k, v, g, cu_seqlens=cu.to(q.device))[0]
+
+    compare(
+        run(chunked, inputs, torch.bfloat16, "cuda", ("log_decay",)),
+        run(reference, inputs, torch.float64, "cpu", ("log_decay",)),
+        run(reference, inputs, torch.bfloat16, "cpu", ("log_decay",)),
     )
