@@ -94,7 +94,7 @@ class Job:
             )
         return self
 
-    def wait(self, timeout_s: float = 300) -> int:
+    def wait(self, timeout_s: float = 400) -> int:
         try:
             return self.process.wait(timeout_s)
         finally:
@@ -113,7 +113,7 @@ class Job:
         psutil.wait_procs(victims[1:], timeout=20)
         self.process.wait()
 
-    def wait_for_step(self, step: int, timeout_s: float = 180) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 400) -> None:
         deadline = time.monotonic() + timeout_s
         while last_step(self.run_dir) < step:
             assert self.process.poll() is None, self.log()[-3000:]

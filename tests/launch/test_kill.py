@@ -102,7 +102,7 @@ def test_signal_saves_and_asks_for_another_start(start_job, corpus, straight, tm
     job = start_job(config, run_dir, JOB)
     job.wait_for_step(2)
     job.process.send_signal(signal.SIGTERM)
-    assert job.wait(120) == 75, job.log()[-3000:]
+    assert job.wait(400) == 75, job.log()[-3000:]
     saved = [c.step for c in list_checkpoints(run_dir / "checkpoints") if c.complete]
     assert saved
     assert max(saved) == last_step(run_dir) < STEPS
@@ -132,7 +132,7 @@ def test_one_killed_rank_is_a_failure_worth_a_restart(start_job, corpus, tmp_pat
     job = start_job(config, run_dir, JOB)
     job.wait_for_step(2)
     ranks_of(job)[1].kill()
-    assert job.wait(120) == 76, job.log()[-3000:]
+    assert job.wait(400) == 76, job.log()[-3000:]
 
 
 def test_no_rank_outlives_its_job_and_two_jobs_never_share_a_folder(start_job, corpus, tmp_path):
@@ -144,7 +144,7 @@ def test_no_rank_outlives_its_job_and_two_jobs_never_share_a_folder(start_job, c
     ranks = ranks_of(job)
     assert len(ranks) == 2
     second = start_job(config, run_dir, endless)
-    assert second.wait(180) == 2
+    assert second.wait(400) == 2
     assert "another job is running there (host" in job.log()
     assert last_step(run_dir) > 2
     assert ranks[0].is_running(), "the refused job must not disturb the running one"
@@ -152,7 +152,7 @@ def test_no_rank_outlives_its_job_and_two_jobs_never_share_a_folder(start_job, c
     torchrun.kill()
     _, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive
-    assert job.wait(120) == 76
+    assert job.wait(400) == 76
 
 
 def test_progress_is_written_down(straight):
