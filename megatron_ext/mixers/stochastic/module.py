@@ -1,5 +1,7 @@
 """Stochastic Attention (arXiv 2604.00754) as a Megatron layer's mixer."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,8 @@ from mixtron.megatron_ext.mixers.stochastic.config import Config
 from mixtron.megatron_ext.mixers.stochastic.decode import Decoding
 from mixtron.megatron_ext.parameters import constant, replicated
 from mixtron.megatron_ext.token_exchange import exchange_tokens, slot_pieces, with_rows_before
+
+PROBE_TOKENS = 64
 
 
 class Mixer(ShardedModule):
@@ -38,8 +42,9 @@ class Mixer(ShardedModule):
         self.layer_number = layer_number
         self.cp_group = pg_collection.cp
         self.decoding = Decoding(mixer, layer_number)
-        self.permutation_hashes: list[Tensor] | None = None
-        """A list takes the hash of each permutation that is drawn; see permutation_check.py."""
+        self.on_draw: Callable[[int, Tensor], None] | None = None
+        """Called with the layer's number and two hashes of each draw, [2]: of the permutation of
+        the batch's documents, and of one of PROBE_TOKENS tokens. See permutation_check.py."""
         self.in_proj = FusedColumnParallel(
             config, config.hidden_size, mixer.components(), self.tp_group
         )
@@ -96,17 +101,20 @@ class Mixer(ShardedModule):
 
     def draw_order(self, batch: Batch) -> Tensor:
         """[T] int64: the token at each slot, over all context ranks."""
-        mixer = self.mixer
-        order_T = document_permutation(
-            batch.cu_seqlens,
-            batch.context_size * len(batch.position_ids),
-            seed=mixer.seed,
-            step=batch.step if mixer.resample == "step" else EVALUATION_STEP,
-            layer=self.layer_number,
-        )
-        if self.permutation_hashes is not None:
-            self.permutation_hashes.append(permutation_hash(order_T))
+        tokens = batch.context_size * len(batch.position_ids)
+        order_T = self._permutation(batch, batch.cu_seqlens, tokens)
+        if self.on_draw is not None:
+            one = torch.tensor([0, PROBE_TOKENS], device=order_T.device)
+            probe = self._permutation(batch, one, PROBE_TOKENS)
+            hashes_2 = torch.stack([permutation_hash(order_T), permutation_hash(probe)])
+            self.on_draw(self.layer_number, hashes_2)
         return order_T
+
+    def _permutation(self, batch: Batch, cu_seqlens: Tensor, tokens: int) -> Tensor:
+        step = batch.step if self.mixer.resample == "step" else EVALUATION_STEP
+        return document_permutation(
+            cu_seqlens, tokens, seed=self.mixer.seed, step=step, layer=self.layer_number
+        )
 
     def _attend_random(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, batch: Batch) -> Tensor:
         mixer = self.mixer
