@@ -143,12 +143,16 @@ class Config(MixerConfig):
         return moved / tensor * element * (context - 1) / context
 
     @staticmethod
-    def _halo(before: int, after: int, tokens: int, context: int) -> int:
-        """Slots around its own that the rank with the most takes."""
-        return max(
-            min(before, rank * tokens) + min(after, (context - 1 - rank) * tokens)
-            for rank in range(context)
-        )
+    def _halo(before: int, after: int, tokens: int, context: int) -> float:
+        """Rows around its own of the rank that moves the most: the mean of what it takes, in
+        forward, and what it gives, whose gradients come back; less at the stream's ends."""
+
+        def moved(rank: int) -> float:
+            ahead, behind = (context - 1 - rank) * tokens, rank * tokens
+            taken = min(before, behind) + min(after, ahead)
+            return (taken + min(before, ahead) + min(after, behind)) / 2
+
+        return max(map(moved, range(context)))
 
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
         super().check(name, hidden_size, tensor, context)
