@@ -8,6 +8,7 @@ from mixtron.launch.config import RunConfig
 from mixtron.launch.data import Sample, ValidationData
 from mixtron.launch.micro_batch import collate, run_micro_batches
 from mixtron.launch.signals import StopFlag
+from mixtron.megatron_ext.batch import EVALUATION_STEP
 from mixtron.megatron_ext.parallel import Ranks
 
 
@@ -17,7 +18,6 @@ def evaluate(
     config: RunConfig,
     ranks: Ranks,
     validation: dict[str, ValidationData],
-    step: int,
     stop: StopFlag,
 ) -> dict[str, float] | None:
     """Mean loss a token of each set, or None when a signal asked to stop in the middle."""
@@ -33,7 +33,7 @@ def evaluate(
                 _sample_or_blank(data, i)
                 for i in range(mine, mine + config.training.micro_batch_sequences)
             ]
-            micro = collate(samples, step, ranks)
+            micro = collate(samples, EVALUATION_STEP, ranks)
             loss_sum, tokens = run_micro_batches(wrapped, config, ranks, [micro], train=False)
             total, count = total + loss_sum, count + tokens
         losses[name] = total / count

@@ -172,7 +172,7 @@ def refuse_endless_skipping(run: Run, saved_step: int) -> None:
 def validate(run: Run, metrics: Metrics | None) -> bool:
     """Evaluates every validation set; False when a signal cut it short."""
     step = run.progress.step
-    losses = evaluate(run.wrapped, run.config, run.ranks, run.validation, step, run.stop)
+    losses = evaluate(run.wrapped, run.config, run.ranks, run.validation, run.stop)
     if losses is None:
         return False
     if metrics is not None and losses:

@@ -21,6 +21,7 @@ from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.model import build_model
 from mixtron.megatron_ext.optimizer import build_optimizer, wrap_model
 from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
+from mixtron.megatron_ext.permutation_check import compare_permutations
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -52,6 +53,8 @@ def prepare(config: RunConfig, data: TrainingData, validation: dict[str, Validat
         recompute=training.recompute == "full",
         max_tokens=training.micro_batch_sequences * config.data.sequence_length,
     )
+    if training.debug:
+        compare_permutations(chunks, ranks)
     wrapped = wrap_model(chunks, parallel, ranks)
     optimizer = build_optimizer(wrapped, config.optimizer, ranks, bf16=bf16)
     run = Run(config, ranks, wrapped, optimizer, data, validation, Progress(), stop, say)

@@ -1,12 +1,17 @@
 """The one object that tells every layer about the micro-batch it is working on."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mixtron.megatron_ext.cache import Cache
+
+EVALUATION_STEP = 0
+"""The step of every batch that is not trained on: evaluation and decoding always draw the same."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -27,14 +32,14 @@ class Batch(PackedSeqParams):
     position_ids: Tensor
     """[T/cp] int64: each local token's position in its document."""
     step: int
-    """The optimizer step, for mixers that draw something anew at each."""
+    """The optimizer step, for mixers that draw something anew at each; see EVALUATION_STEP."""
     context_rank: int = 0
     context_size: int = 1
     cache: Cache | None = None
     """Decoding: filled by a stream of one whole sequence, or advanced by one of a token each."""
     decoding: bool = False
     """The stream holds the next token of each of the cache's sequences."""
-    _rope: dict = field(default_factory=dict)
+    _shared: dict = field(default_factory=dict)
 
     @property
     def local_cu_seqlens(self) -> Tensor:
@@ -43,14 +48,22 @@ class Batch(PackedSeqParams):
         share = self.position_ids.shape[0]
         return (self.cu_seqlens - self.context_rank * share).clamp(0, share)
 
+    def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives, computed by the first layer of the micro-batch that asks for it."""
+        if key not in self._shared:
+            self._shared[key] = compute()
+        return self._shared[key]
+
     def rope(self, base: float, dim: int) -> tuple[Tensor, Tensor]:
         """cos and sin [T/cp, dim/2] fp32 of the local tokens, computed once a micro-batch."""
-        if (base, dim) not in self._rope:
+
+        def compute() -> tuple[Tensor, Tensor]:
             device = self.position_ids.device
             frequency = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
             angle = self.position_ids[:, None].float() * frequency
-            self._rope[base, dim] = (angle.cos(), angle.sin())
-        return self._rope[base, dim]
+            return angle.cos(), angle.sin()
+
+        return self.once(("rope", base, dim), compute)
 
 
 def make_batch(
@@ -94,7 +107,7 @@ def make_batch(
 
 def prefill_batch(tokens: int, device: torch.device | str) -> Batch:
     """A stream of one whole sequence, which fills a new cache."""
-    batch = make_batch([tokens], step=0, device=device)
+    batch = make_batch([tokens], step=EVALUATION_STEP, device=device)
     batch.cache = Cache.empty(device)
     return batch
 
@@ -105,7 +118,7 @@ def decode_batch(cache: Cache) -> Batch:
     The caller adds one to `cache.lengths` after the forward pass.
     """
     count = len(cache.lengths)
-    batch = make_batch([1] * count, step=0, device=cache.lengths.device)
+    batch = make_batch([1] * count, step=EVALUATION_STEP, device=cache.lengths.device)
     batch.position_ids = cache.lengths.clone()
     batch.cache, batch.decoding = cache, True
     return batch

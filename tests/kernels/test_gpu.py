@@ -9,6 +9,13 @@ from mixtron.kernels.gated_linear_attention import (
     gated_linear_attention_reference,
 )
 from mixtron.kernels.softmax_attention import softmax_attention, softmax_attention_reference
+from mixtron.kernels.windowed_attention import (
+    document_permutation,
+    permutation_hash,
+    plan_windows,
+    windowed_attention,
+    windowed_attention_reference,
+)
 from tests.helpers.numerics import assert_close_calibrated
 
 pytestmark = pytest.mark.gpu
@@ -119,4 +126,39 @@ def test_gated_linear_attention_chunk(decay):
         run(chunked, inputs, torch.bfloat16, "cuda", ("log_decay",)),
         run(reference, inputs, torch.float64, "cpu", ("log_decay",)),
         run(reference, inputs, torch.bfloat16, "cpu", ("log_decay",)),
+    )
+
+
+def test_permutation_has_the_bits_of_the_cpu():
+    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    options = {"seed": 2**63 - 1, "step": 12_345, "layer": 7}
+    orders = [document_permutation(x, sum(LENGTHS), **options) for x in (cu, cu.cuda())]
+    assert torch.equal(orders[0], orders[1].cpu())
+    assert int(permutation_hash(orders[0])) == int(permutation_hash(orders[1]))
+
+
+@pytest.mark.parametrize("window_side", ["two", "one"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1)])
+def test_windowed_attention_tiled(heads, kv_heads, window_side):
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(LENGTHS)
+    inputs = {
+        name: torch.randn(tokens, h, 64, generator=generator, dtype=torch.float64).bfloat16()
+        for name, h in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    }
+    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0), tokens], dtype=torch.int32)
+    order_T = document_permutation(cu, tokens, seed=0, step=1, layer=1)
+    options = {"window": 40, "window_side": window_side}
+
+    def reference(q, k, v):
+        return windowed_attention_reference(q, k, v, order_T, LENGTHS, scale=64**-0.5, **options)
+
+    def tiled(q, k, v):
+        plan = plan_windows(order_T.to(q.device), cu.to(q.device), **options)
+        return windowed_attention(q, k, v, plan)
+
+    compare(
+        run(tiled, inputs, torch.bfloat16, "cuda"),
+        run(reference, inputs, torch.float64, "cpu"),
+        run(reference, inputs, torch.bfloat16, "cpu"),
     )

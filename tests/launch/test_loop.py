@@ -111,3 +111,35 @@ def test_every_layout_trains_alike(corpus, tmp_path, world, overrides):
     for result in run_on_ranks(world, losses, str(config), plain + overrides):
         # fp32 sums in another order, through four optimizer steps.
         assert result == pytest.approx(reference, rel=2e-6)
+
+
+def history_of(config_path: str, overrides: list[str]) -> list[tuple]:
+    """Trains to the end, from where the run folder stands; returns all that the run logged."""
+    from mixtron.launch import loop
+    from mixtron.launch.config import load_config
+    from mixtron.launch.data import open_data
+    from mixtron.launch.setup_run import prepare
+    from tests.helpers.jobs import history
+
+    config = load_config(config_path, overrides)
+    assert loop.train(prepare(config, *open_data(config)[1:])) == 0
+    return history(Path(config.run_dir))
+
+
+def test_stochastic_layers_resume_with_the_permutations_of_their_steps(corpus, tmp_path):
+    """Debug mode on: their hashes are compared at every step."""
+    config = small_config(corpus, tmp_path / "straight")
+    heads = {"heads": 2, "kv_heads": 2, "head_dim": 8, "window": 9}
+    config["mixers"] = {
+        "kla": {"type": "stochastic", **heads},
+        "attention": config["mixers"]["kla"],
+    }
+    config["training"] |= {"steps": 8, "debug": True, "eval_every_steps": 4}
+    config["schedule"] = {"type": "constant"}
+    path = str(write_config(tmp_path / "config.yaml", config))
+    straight = run_on_ranks(2, history_of, path, [])[0]
+    again = [f"run_dir={tmp_path / 'resumed'}"]
+    run_on_ranks(2, history_of, path, [*again, "training.steps=4"])
+    assert run_on_ranks(2, history_of, path, again)[0] == straight
+    one_order = [f"run_dir={tmp_path / 'fixed'}", "mixers.kla.resample=fixed"]
+    assert run_on_ranks(2, history_of, path, one_order)[0] != straight

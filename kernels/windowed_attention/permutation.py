@@ -1,0 +1,82 @@
+"""Permutations that are pure functions of (seed, step, layer, document length).
+
+No generator state: the bits are the same on every rank and device, in recomputation and after a
+resume. Integer arithmetic on int64 tensors alone, whose products wrap alike everywhere.
+"""
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+LOW = 0xFFFFFFFF
+
+
+def philox_4x32(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:
+    """Philox-4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3; SC 2011).
+
+    Args:
+        counter: four int64 tensors that broadcast, each below 2^32.
+        key: two numbers below 2^32.
+    Returns:
+        Four words of 32 random bits each, int64.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # A product below 2^64 wraps to its own 64 bits; masks drop the sign that shifts drag in.
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & LOW) ^ c1 ^ k0,
+            p1 & LOW,
+            ((p0 >> 32) & LOW) ^ c3 ^ k1,
+            p0 & LOW,
+        )
+        k0, k1 = (k0 + KEY_INCREMENTS[0]) & LOW, (k1 + KEY_INCREMENTS[1]) & LOW
+    return [c0, c1, c2, c3]
+
+
+def document_bounds(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """[T] int64 each: where every token's document starts and ends."""
+    ends = cu_seqlens[1:].long()
+    token_T = torch.arange(tokens, device=cu_seqlens.device)
+    document_T = torch.searchsorted(ends, token_T, right=True)
+    return cu_seqlens.long()[document_T], ends[document_T]
+
+
+def document_permutation(
+    cu_seqlens: Tensor, tokens: int, *, seed: int, step: int, layer: int
+) -> Tensor:
+    """A uniform permutation inside each document, independent between steps and layers.
+
+    A document's depends on its length, not on where it lies or on what lies beside it.
+
+    Args:
+        cu_seqlens  [N+1] int32 or int64: where each document starts, and the end T; may be padded
+                    by repeating T.
+        tokens      T, on the host, so that nothing waits for the device.
+        seed        below 2^64; step and layer below 2^32.
+    Returns:
+        order_T [T] int64: the token at each slot. Documents keep their places.
+    """
+    start_T, end_T = document_bounds(cu_seqlens, tokens)
+    token_T = torch.arange(tokens, device=cu_seqlens.device)
+    counter = [
+        token_T - start_T,
+        end_T - start_T,
+        torch.full_like(token_T, step),
+        torch.full_like(token_T, layer),
+    ]
+    low, high, *_ = philox_4x32(counter, (seed & LOW, (seed >> 32) & LOW))
+    by_key_T = ((high << 32) | low).argsort(stable=True)
+    return by_key_T[start_T[by_key_T].argsort(stable=True)]
+
+
+def permutation_hash(order_T: Tensor) -> Tensor:
+    """int64 scalar on the same device: of the whole sequence of numbers, the same everywhere."""
+    slot_T = torch.arange(len(order_T), device=order_T.device)
+    low, high, *_ = philox_4x32(
+        [order_T & LOW, slot_T, torch.zeros_like(slot_T), torch.zeros_like(slot_T)], (0, 0)
+    )
+    return ((high << 32) | low).sum()

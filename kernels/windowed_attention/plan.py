@@ -1,0 +1,192 @@
+"""Which tiles of the permuted order meet which: what a kernel visits, and what it may skip.
+
+The slots of the permuted order are cut into segments, and inside a segment sorted by position in
+the stream. Attention sums over a set, so the result stays the same; but early and late tokens come
+to lie in different tiles, and tiles of keys that come after all of a tile's queries are skipped.
+Everything is computed on the device with sizes known on the host: nothing waits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mixtron.kernels.windowed_attention.permutation import document_bounds
+from mixtron.kernels.windowed_attention.window import WindowSide, window_reach
+
+TILE = 64
+NOTHING = torch.iinfo(torch.int32).max
+"""The token of an empty slot: comes after all, in a document that starts after all."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Slots in the order in which tiles take them, C to a tile. [N, C] int32 each."""
+
+    row_NC: Tensor
+    """Of q and o, or of k and v; `rows` for an empty slot."""
+    slot_NC: Tensor
+    token_NC: Tensor
+    """Position in the stream."""
+    start_NC: Tensor
+    """Where the token's document starts in the stream."""
+    rows: int
+    segment: int
+    first_slot: int
+
+
+@dataclass(frozen=True)
+class TileLists:
+    """For each of N tiles, those of the other side that it must meet."""
+
+    tiles_NM: Tensor
+    """int32; the first `count_N` of a row count."""
+    count_N: Tensor
+    """int32."""
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """Everything of windowed attention that does not depend on q, k and v."""
+
+    before: int
+    after: int
+    queries: Tiles
+    keys: Tiles
+    keys_of_queries: TileLists
+    queries_of_keys: TileLists
+
+
+def plan_windows(
+    order_T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    window: int,
+    window_side: WindowSide,
+    tokens: int | None = None,
+    query_slots: range | None = None,
+    key_slots: range | None = None,
+    query_row_S: Tensor | None = None,
+    key_row_S: Tensor | None = None,
+) -> WindowPlan:
+    """Plans attention over the permuted order, or over a piece of it.
+
+    Args:
+        order_T      [T] int64: the token at each slot; a permutation inside each document.
+        cu_seqlens   [N+1] int32 or int64: where documents start, ending with T, maybe repeated.
+        window       slots a token sees, its own included; fewer at a document's ends.
+        window_side  two: window // 2 before and (window - 1) // 2 after its own; one: all before.
+        tokens       slots of tokens from this number on are empty (the tokens are yet to come).
+        query_slots, key_slots   the pieces that q and that k and v hold; None: all.
+        query_row_S, key_row_S   for each slot of the piece, its row in q (and o), in k and v;
+                                 None: the token itself.
+    Raises:
+        ValueError: a window below 1, an unknown side, or an order that is not [T] int64.
+    """
+    if order_T.dim() != 1 or order_T.dtype != torch.int64:
+        raise ValueError(f"order_T is {order_T.dtype} {list(order_T.shape)}, expected int64 [T]")
+    slots = len(order_T)
+    before, after = (min(reach, slots) for reach in window_reach(window, window_side))
+    start_T, _ = document_bounds(cu_seqlens, slots)
+    tokens = slots if tokens is None else tokens
+    segment = segment_length(window)
+
+    def tiles(piece: range | None, row_S: Tensor | None) -> Tiles:
+        piece = range(slots) if piece is None else piece
+        token_S, start_S = (x[piece.start : piece.stop] for x in (order_T, start_T))
+        rows = tokens if row_S is None else len(row_S)
+        row_S = token_S if row_S is None else row_S
+        return _tiles(row_S, token_S, start_S, rows, tokens, segment, piece.start)
+
+    queries = tiles(query_slots, query_row_S)
+    same = query_slots == key_slots and query_row_S is key_row_S
+    keys = queries if same else tiles(key_slots, key_row_S)
+    return WindowPlan(
+        before,
+        after,
+        queries,
+        keys,
+        _tile_lists(queries, keys, before, after, causal=1),
+        _tile_lists(keys, queries, after, before, causal=-1),
+    )
+
+
+def segment_length(window: int) -> int:
+    """Slots sorted together: more skip more of the future, but reach farther than the window."""
+    return TILE * (1 if window < 256 else 2 if window < 512 else 4 if window < 2048 else 8)
+
+
+def _tiles(
+    row_S: Tensor,
+    token_S: Tensor,
+    start_S: Tensor,
+    rows: int,
+    tokens: int,
+    segment: int,
+    first_slot: int,
+) -> Tiles:
+    empty_S = token_S >= tokens
+    padding = (0, -len(token_S) % segment)
+    token_S = F.pad(token_S.masked_fill(empty_S, NOTHING), padding, value=NOTHING)
+    start_S = F.pad(start_S.masked_fill(empty_S, NOTHING), padding, value=NOTHING)
+    row_S = F.pad(row_S.masked_fill(empty_S, rows), padding, value=rows)
+    slot_S = torch.arange(len(token_S), device=token_S.device)
+    by_token_NS = token_S.unflatten(0, (-1, segment)).argsort(dim=1, stable=True)
+    by_token_S = (slot_S[::segment, None] + by_token_NS).flatten()
+
+    def tiled(x_S: Tensor) -> Tensor:
+        return x_S[by_token_S].unflatten(0, (-1, TILE)).int()
+
+    return Tiles(
+        tiled(row_S),
+        tiled(slot_S + first_slot),
+        tiled(token_S),
+        tiled(start_S),
+        rows,
+        segment,
+        first_slot,
+    )
+
+
+def _tile_lists(mine: Tiles, others: Tiles, before: int, after: int, *, causal: int) -> TileLists:
+    """For each of my tiles, others' tiles of which a slot may lie in `before` .. `after` of one of
+    its own, and whose tokens are not all later (causal = 1) or all earlier (-1)."""
+    segment, device = mine.segment, mine.slot_NC.device
+    count = len(others.slot_NC)
+    # My segments and the others' are cut at other slots, but always in the same way.
+    offset = mine.first_slot - others.first_slot
+    first = (offset - before) // segment
+    last = (offset + segment - 1 + after) // segment
+    tiles_in_segment = segment // TILE
+    segment_N = torch.arange(len(mine.slot_NC), device=device) // tiles_in_segment
+    near_M = torch.arange(first * tiles_in_segment, (last + 1) * tiles_in_segment, device=device)
+    if len(near_M) < count:
+        tile_NM = segment_N[:, None] * tiles_in_segment + near_M
+    else:
+        tile_NM = torch.arange(count, device=device).expand(len(segment_N), count)
+    exists_NM = (tile_NM >= 0) & (tile_NM < count)
+    tile_NM = tile_NM.clamp(0, count - 1)
+    ours, theirs = ([x[:, None] for x in _extent(mine)], [x[tile_NM] for x in _extent(others)])
+    queries, keys = (ours, theirs) if causal == 1 else (theirs, ours)
+    live_NM = (
+        exists_NM
+        & (theirs[0] <= ours[1] + after)
+        & (theirs[1] >= ours[0] - before)
+        & (keys[2] <= queries[3])
+        & (keys[3] >= queries[4])
+    )
+    live_first_NM = (~live_NM).int().argsort(dim=1, stable=True)
+    return TileLists(tile_NM.gather(1, live_first_NM).int(), live_NM.sum(1).int())
+
+
+def _extent(tiles: Tiles) -> tuple[Tensor, ...]:
+    """Of each tile: first and last slot, first and last token, first document start. [N] each."""
+    tokens_NC = tiles.token_NC
+    return (
+        tiles.slot_NC.amin(1),
+        tiles.slot_NC.amax(1),
+        tokens_NC.amin(1),
+        tokens_NC.masked_fill(tokens_NC == NOTHING, -1).amax(1),
+        tiles.start_NC.amin(1),
+    )

@@ -1,0 +1,1 @@
+"""Stochastic Attention, sliding-window attention, and the two gated together."""

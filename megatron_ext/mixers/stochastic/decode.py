@@ -1,0 +1,140 @@
+"""Token by token: what a layer keeps of a sequence, and the window of its newest token.
+
+A random order over a document's own length is unknown while the document grows. Decoding draws it
+for `decode_capacity` tokens instead: the slots around a new token's are then known when it arrives,
+and hold those of its predecessors that lie there. With p tokens of C that is a share p/C of the
+window (what a document of C tokens attends at its position p, exactly). Prefill does the same.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mixtron.kernels.windowed_attention import WindowPlan, document_permutation, plan_windows
+from mixtron.megatron_ext.batch import EVALUATION_STEP, Batch
+from mixtron.megatron_ext.cache import Cache
+from mixtron.megatron_ext.errors import ConfigError
+from mixtron.megatron_ext.mixers.stochastic.config import Config
+
+
+class Decoding:
+    """The decoding of one layer.
+
+    Plain order alone: a rolling cache of the last `window` tokens, position p in row p mod window.
+    With a random order: all keys and values (any may lie beside a later token), of which a step
+    reads `window` a path; and the order with its inverse.
+    """
+
+    def __init__(self, mixer: Config, layer_number: int):
+        self.mixer = mixer
+        self.layer_number = layer_number
+
+    def fill(self, k_TGK: Tensor, v_TGK: Tensor, batch: Batch) -> None:
+        """Keeps what later tokens of the one sequence in the batch may attend."""
+        kept = {"key": k_TGK, "value": v_TGK}
+        if self.mixer.paths == "swa":
+            kept = {name: self._rolled(x_TGK) for name, x_TGK in kept.items()}
+        else:
+            order_C = self._order(batch)
+            kept |= {"order": order_C, "slot": order_C.argsort()}
+        layer = {name: x[None] for name, x in kept.items()}
+        _cache(batch).layers[self.layer_number] = layer
+
+    def prefill_plan(self, batch: Batch) -> WindowPlan:
+        """The random order's slots of the tokens so far; the others are empty."""
+        order_C = _cache(batch).layers[self.layer_number]["order"][0]
+        return plan_windows(
+            order_C,
+            torch.tensor([0, len(order_C)], device=order_C.device),
+            window=self.mixer.window,
+            window_side=self.mixer.window_side,
+            tokens=len(batch.position_ids),
+        )
+
+    def step(self, q_BHK: Tensor, k_BGK: Tensor, v_BGK: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Each sequence's newest query against its own cached keys: [B, H, K] of each path."""
+        cache = _cache(batch)
+        if self.mixer.paths == "swa":
+            return {"swa": self._step_rolling(q_BHK, k_BGK, v_BGK, cache)}
+        k_BSGK = cache.append(self.layer_number, "key", k_BGK)
+        v_BSGK = cache.append(self.layer_number, "value", v_BGK)
+        self._check_room(k_BSGK.shape[1])
+        attended = {"sa": self._random_window(cache), "swa": self._plain_window(cache)}
+        return {
+            path: _attend(q_BHK, k_BSGK, v_BSGK, *attended[path])
+            for path in self.mixer.path_names()
+        }
+
+    def _order(self, batch: Batch) -> Tensor:
+        capacity = self.mixer.decode_capacity
+        self._check_room(len(batch.position_ids))
+        device = batch.position_ids.device
+        return document_permutation(
+            torch.tensor([0, capacity], device=device),
+            capacity,
+            seed=self.mixer.seed,
+            step=EVALUATION_STEP,
+            layer=self.layer_number,
+        )
+
+    def _check_room(self, tokens: int) -> None:
+        if tokens > self.mixer.decode_capacity:
+            raise ConfigError(
+                f"a sequence of {tokens} tokens exceeds decode_capacity="
+                f"{self.mixer.decode_capacity} of a stochastic mixer: raise it, or decode less"
+            )
+
+    def _random_window(self, cache: Cache) -> tuple[Tensor, Tensor]:
+        """[B, W] each: positions in the window of the newest tokens' slots; which are attended."""
+        order_BC, slot_BC = (cache.layers[self.layer_number][name] for name in ("order", "slot"))
+        before, after = self.mixer.reach()
+        offset_W = torch.arange(-before, after + 1, device=order_BC.device)
+        slot_BW = slot_BC.gather(1, cache.lengths[:, None]) + offset_W
+        inside_BW = (slot_BW >= 0) & (slot_BW < order_BC.shape[1])
+        position_BW = order_BC.gather(1, slot_BW.clamp(0, order_BC.shape[1] - 1))
+        return position_BW, inside_BW & (position_BW <= cache.lengths[:, None])
+
+    def _plain_window(self, cache: Cache) -> tuple[Tensor, Tensor]:
+        age_W = torch.arange(self.mixer.window, device=cache.lengths.device)
+        position_BW = cache.lengths[:, None] - age_W
+        return position_BW, position_BW >= 0
+
+    def _rolled(self, x_TGK: Tensor) -> Tensor:
+        """The last `window` tokens, each in the row of its position mod window."""
+        tokens, window = len(x_TGK), self.mixer.window
+        if tokens < window:
+            return F.pad(x_TGK, (0, 0, 0, 0, 0, window - tokens))
+        return x_TGK[tokens - window :].roll(tokens % window, dims=0)
+
+    def _step_rolling(self, q_BHK: Tensor, k_BGK: Tensor, v_BGK: Tensor, cache: Cache) -> Tensor:
+        layer, window = cache.layers[self.layer_number], self.mixer.window
+        sequence_B = torch.arange(len(q_BHK), device=q_BHK.device)
+        row_W = torch.arange(window, device=q_BHK.device)
+        layer["key"][sequence_B, cache.lengths % window] = k_BGK
+        layer["value"][sequence_B, cache.lengths % window] = v_BGK
+        age_BW = (cache.lengths[:, None] - row_W) % window
+        written_BW = age_BW <= cache.lengths[:, None]
+        return _attend(q_BHK, layer["key"], layer["value"], row_W.expand_as(age_BW), written_BW)
+
+
+def _attend(
+    q_BHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, row_BW: Tensor, attended_BW: Tensor
+) -> Tensor:
+    """[B, H, K]: over the W rows of each sequence that are attended."""
+    sequence_B1 = torch.arange(len(q_BHK), device=q_BHK.device)[:, None]
+    row_BW = row_BW.clamp(0, k_BSGK.shape[1] - 1)
+    k_BGWK, v_BGWK = (x[sequence_B1, row_BW].transpose(1, 2) for x in (k_BSGK, v_BSGK))
+    o_BH1K = F.scaled_dot_product_attention(
+        q_BHK[:, :, None],
+        k_BGWK,
+        v_BGWK,
+        attn_mask=attended_BW[:, None, None],
+        scale=q_BHK.shape[-1] ** -0.5,
+        enable_gqa=True,
+    )
+    return o_BH1K[:, :, 0]
+
+
+def _cache(batch: Batch) -> Cache:
+    assert batch.cache is not None
+    return batch.cache
