@@ -9,18 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem
 
-from mixtron.launch import checkpoint
+from mixtron.launch import checkpoint, checkpoint_folder, checkpoint_writer
 from mixtron.launch.checkpoint import (
-    check_shared_folder,
     find_checkpoint,
     load_checkpoint,
     load_weights,
-    remove_old,
     save_checkpoint,
 )
 from mixtron.launch.checkpoint_files import CheckpointError, list_checkpoints, read_manifest
+from mixtron.launch.checkpoint_folder import check_shared_folder, remove_old
 from mixtron.megatron_ext.config import ParallelConfig
 from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
 from tests.helpers.ranks import RankFailure, run_on_ranks
@@ -334,15 +332,15 @@ def die_while_saving(root: Path):
     run = resumed(root, ONE)
     run.train(1)
     if run.ranks.world_rank == 1:
-        write_item, written = filesystem._write_item, []
+        write_piece, written = checkpoint_writer.write_piece, []
 
-        def write(*args, **kwargs):
+        def write(*args):
             written.append(1)
             if len(written) == 50:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return write_item(*args, **kwargs)
+            write_piece(*args)
 
-        filesystem._write_item = write
+        checkpoint_writer.write_piece = write
     save(run, root)
 
 
@@ -502,7 +500,7 @@ def test_the_newest_complete_checkpoints_are_kept(tmp_path, two_saves):
 def check_shared(roots: list[Path]):
     ranks = world()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "SHARED_FOLDER_WAIT_S", 0.2)
+        patch.setattr(checkpoint_folder, "SHARED_FOLDER_WAIT_S", 0.2)
         return check_shared_folder(roots[ranks.world_rank], ranks)
 
 
