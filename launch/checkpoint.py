@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint.metadata import Metadata
 
 from mixtron.launch.agreement import everywhere, gather, on_first
 from mixtron.launch.checkpoint_files import (
@@ -143,21 +144,14 @@ class PendingSave:
         try:
             written = everywhere(self._ranks, self._writing.wait)
             everyones = gather_on_first(written, self._ranks)
-            path, size, seconds = on_first(self._ranks, lambda: self._commit(everyones or []))
+            place = (self._temporary, self._metadata, everyones or [])
+            path, size = on_first(self._ranks, lambda: _commit(*place, self._manifest))
+            seconds = max(gather(written.seconds))
         except CheckpointError:
             self._abandon()
             raise
         self.blocked_s += time.perf_counter() - waited
         return SaveReport(path, self.step, time.perf_counter() - self._started, size, seconds)
-
-    def _commit(self, everyones: list[Written]) -> tuple[Path, int, float]:
-        results = [written.results for written in everyones]
-        files = write_metadata(self._temporary, self._metadata, results)  # type: ignore[arg-type]
-        for written in everyones:
-            files |= written.files
-        path = commit(self._temporary, self.step, {**self._manifest, "files": files})
-        size = sum(entry["bytes"] for entry in files.values())
-        return path, size, max(written.seconds for written in everyones)
 
     def _check_free_space(self) -> None:
         # Headers, random states, manifest.
@@ -176,6 +170,30 @@ class PendingSave:
 
     def _abandon(self) -> None:
         on_first(self._ranks, lambda: shutil.rmtree(self._temporary, ignore_errors=True))
+
+
+def _commit(
+    temporary: Path, metadata: Metadata | None, everyones: list[Written], manifest: dict
+) -> tuple[Path, int]:
+    """On rank 0, when everything is on the disk; the checkpoint and its bytes."""
+    assert metadata is not None
+    files = write_metadata(temporary, metadata, [written.results for written in everyones])
+    for written in everyones:
+        files |= written.files
+    path = commit(temporary, manifest["step"], {**manifest, "files": files})
+    return path, sum(entry["bytes"] for entry in files.values())
+
+
+def write_checkpoint(root: Path, shards: dict, manifest: dict, ranks: Ranks) -> Path:
+    """Writes given shards under a given manifest, in one process that has all of them."""
+    temporary = begin(root, manifest["step"])
+    try:
+        pieces, metadata = plan_pieces(shards, ranks)
+        written = Writing(temporary, ranks.world_rank, pieces).wait()
+        return _commit(temporary, metadata, [written], manifest)[0]
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def save_checkpoint(

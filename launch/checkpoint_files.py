@@ -142,7 +142,7 @@ def _upgraded(manifest: dict, file: Path) -> dict:
             batch = config["training"]["global_batch_tokens"] // config["data"]["sequence_length"]
             progress["samples"] = progress["step"] * batch
         manifest["saved_at"] = None
-    return {"format_version": FORMAT_VERSION, **manifest, "written_as_format": found}
+    return manifest | {"format_version": FORMAT_VERSION}
 
 
 def write_manifest(path: Path, manifest: dict) -> None:
@@ -209,9 +209,14 @@ def set_aside(path: Path) -> Path:
     return removed
 
 
+def unfinished(root: Path) -> list[Path]:
+    """What dead saves and deletions left, and a save or deletion that is under way."""
+    return sorted(p for p in root.iterdir() if _LEFTOVER.fullmatch(p.name)) if root.is_dir() else []
+
+
 def remove_leftovers(root: Path) -> list[Path]:
     """Deletes what dead saves and deletions left; returns the folders that resisted."""
-    leftovers = [p for p in root.iterdir() if _LEFTOVER.fullmatch(p.name)] if root.is_dir() else []
+    leftovers = unfinished(root)
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
     return [path for path in leftovers if path.exists()]

@@ -58,7 +58,7 @@ def refuse_changes(path: Path, manifest: dict, config: RunConfig, *, branch: boo
     allowed = (*config.checkpoint.allow_changes, *(BRANCH if branch else ()))
     notes, refused = [], {}
     for key, was, now in config_differences(manifest["config"], config.model_dump(mode="json")):
-        change = f"{key} was {_shown(was)}, is {_shown(now)}"
+        change = f"{key} was {was}, is {now}"
         if _within(key, FREE + OWN_RULES):
             continue
         if _within(key, allowed):
@@ -144,6 +144,11 @@ def config_differences(saved: dict, current: dict) -> Iterator[tuple[str, Any, A
     with contextlib.suppress(ValidationError):
         # Fields that were added since get their defaults. Where a field is no more, all are shown.
         saved = RunConfig.model_validate(saved).model_dump(mode="json")
+    yield from leaf_differences(saved, current)
+
+
+def leaf_differences(saved: dict, current: dict) -> Iterator[tuple[str, Any, Any]]:
+    """The same for any two trees."""
     before, after = dict(_leaves(saved)), dict(_leaves(current))
     for key in after | before:
         was, now = before.get(key, ABSENT), after.get(key, ABSENT)
@@ -151,11 +156,16 @@ def config_differences(saved: dict, current: dict) -> Iterator[tuple[str, Any, A
             yield key, was, now
 
 
-ABSENT = object()
+class _Absent:
+    def __str__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict) and node:
+    if isinstance(node, dict) and (node or not path):
         for key, value in node.items():
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
     else:
@@ -164,7 +174,3 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _within(key: str, sections: tuple[str, ...]) -> bool:
     return any(key == section or key.startswith(f"{section}.") for section in sections)
-
-
-def _shown(value: Any) -> str:
-    return "absent" if value is ABSENT else str(value)

@@ -68,6 +68,11 @@ def random_states_shard(ranks: Ranks, states: dict | None) -> ShardedObject:
     return ShardedObject("random_states", states, (ranks.world_size,), (ranks.world_rank,))
 
 
+def common_state_shard(ranks: Ranks) -> ShardedObject:
+    """Empty; Megatron's loader expects one."""
+    return ShardedObject("common_state", {}, (1,), (0,), ranks.world_rank)
+
+
 def shards_to_save(
     wrapped: list[DistributedDataParallel], optimizer: MegatronOptimizer, ranks: Ranks
 ) -> dict:
@@ -88,8 +93,7 @@ def shards_to_save(
         **model,
         "optimizer": dict(enumerate(moments)),
         "random_states": random_states_shard(ranks, random_states()),
-        # Megatron's loader expects one.
-        "common_state": ShardedObject("common_state", {}, (1,), (0,), ranks.world_rank),
+        "common_state": common_state_shard(ranks),
     }
 
 
