@@ -3,7 +3,7 @@
 One rank, or several under torchrun; nothing but the model's part of the config is used:
 
     python -m mixtron.launch.checkpoint_bench configs/attention_400m.yaml DIR \
-        model.layers=24 model.hidden_size=1792 model.ffn_hidden_size=4864
+        model.layers=24 model.hidden_size=1792 model.ffn_hidden_size=5504
 """
 
 import os
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
 from rich.console import Console
 from rich.table import Table
 
@@ -61,7 +62,10 @@ def main(argv: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def build(config: RunConfig, ranks: Ranks) -> tuple:
+Model = tuple[list, MegatronOptimizer]
+
+
+def build(config: RunConfig, ranks: Ranks) -> Model:
     """Model and optimizer, whose moments are made by the first save."""
     bf16 = config.training.precision == "bf16"
     chunks = build_model(
@@ -71,7 +75,7 @@ def build(config: RunConfig, ranks: Ranks) -> tuple:
     return wrapped, build_optimizer(wrapped, config.optimizer, ranks, bf16=bf16)
 
 
-def measure(root: Path, config: RunConfig, model: tuple, ranks: Ranks) -> Rows:
+def measure(root: Path, config: RunConfig, model: Model, ranks: Ranks) -> Rows:
     own = bytes_to_write(shards_to_save(*model, ranks))
     total = sum(gather(own))
     root.mkdir(parents=True, exist_ok=True)
@@ -101,11 +105,13 @@ def measure(root: Path, config: RunConfig, model: tuple, ranks: Ranks) -> Rows:
         rows.append((f"save beside training ({name}): until written", written, total))
         rows.append((f"save beside training ({name}): training waits", blocked, 0))
         rows.append((f"save beside training ({name}): work slows by", during - plain, 0))
-    forget(root / "step_00000003")
-    rows.append(("hash", timed(lambda: find_checkpoint(root, "auto", ranks), ranks), total))
-    forget(root / "step_00000003")
     path = root / "step_00000003"
-    rows.append(("load", timed(lambda: load_checkpoint(path, *model, ranks), ranks), total))
+    forget(path)
+    hashed = timed(lambda: find_checkpoint(root, "auto", ranks), ranks)
+    loaded = timed(lambda: load_checkpoint(path, *model, ranks), ranks)
+    rows.append(("resume: read and hash", hashed, total))
+    rows.append(("resume: load", loaded, total))
+    rows.append(("resume", hashed + loaded, total))
     return rows
 
 

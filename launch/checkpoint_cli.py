@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from mixtron.launch.checkpoint_files import (
     CheckpointError,
@@ -29,13 +28,15 @@ def ls(run: Run) -> None:
     from mixtron.launch.checkpoint_tools import checkpoints_of
 
     root = checkpoints_of(run)
-    table = Table("step", "saved at", "size", "layout", "state", box=None)
-    for info in list_checkpoints(root):
-        table.add_row(*_row(info))
+    rows = [["step", "saved at", "size", "layout", "state"]]
+    rows += map(_row, list_checkpoints(root))
     for path in unfinished(root):
         step = int(path.name.split(".")[1].removeprefix("step_"))
-        table.add_row(str(step), "", "", "", f"not finished: {path.name}")
-    console.print(table)
+        rows.append([str(step), "", "", "", f"not finished: {path.name}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        console.print(line.rstrip(), markup=False)
 
 
 def _row(info: CheckpointInfo) -> list[str]:
@@ -79,18 +80,29 @@ def verify(
 def diff(a: Checkpoint, b: Checkpoint) -> None:
     """Compare two checkpoints: config, versions, layout, counters and every tensor."""
     from mixtron.launch.checkpoint_identity import leaf_differences
-    from mixtron.launch.checkpoint_tools import tensor_differences
+    from mixtron.launch.checkpoint_tools import compare_tensors
 
     first, second = read_manifest(a), read_manifest(b)
     for part in ("config", "versions", "layout", "state"):
         for key, was, now in leaf_differences(first[part], second[part]):
             console.print(f"{part} {key}: {was} | {now}", markup=False)
-    differences, equal = tensor_differences(a, b, _progress("compare"))
-    for difference in differences[:SHOWN_TENSORS]:
-        console.print(f"{difference.name}: {difference.what}", markup=False)
-    if len(differences) > SHOWN_TENSORS:
-        console.print(f"and {len(differences) - SHOWN_TENSORS} more")
-    console.print(f"{equal} tensors are equal bit for bit, {len(differences)} differ")
+    found = compare_tensors(a, b, _progress("compare"))
+    for path, names in ((a, found.only_first), (b, found.only_second)):
+        if names:
+            console.print(f"only in {path}: {_some(names, ', ')}", markup=False)
+    lines = [f"{difference.name}: {difference.what}" for difference in found.different]
+    if lines:
+        console.print(_some(lines, "\n"), markup=False)
+    others = len(found.only_first) + len(found.only_second)
+    console.print(
+        f"{len(found.equal)} tensors are equal bit for bit, {len(lines)} differ, "
+        f"{others} are in one alone"
+    )
+
+
+def _some(lines: list[str], separator: str) -> str:
+    more = len(lines) - SHOWN_TENSORS
+    return separator.join(lines[:SHOWN_TENSORS] + ([f"and {more} more"] if more > 0 else []))
 
 
 @app.command()

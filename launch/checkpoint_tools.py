@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -97,26 +97,39 @@ class TensorDifference:
     name: str
     what: str
     relative: float
-    """Norm of the difference by the first one's norm; infinite where they cannot be subtracted."""
+    """Norm of the difference by the first one's norm; infinite where shapes differ."""
 
 
-def tensor_differences(a: Path, b: Path, track: Track) -> tuple[list[TensorDifference], int]:
-    """Tensors that are not bit-equal, the most different first, and how many are."""
+@dataclass
+class Comparison:
+    """Every tensor of two checkpoints, by what is found of it."""
+
+    only_first: list[str] = field(default_factory=list)
+    only_second: list[str] = field(default_factory=list)
+    different: list[TensorDifference] = field(default_factory=list)
+    """The most different first."""
+    equal: list[str] = field(default_factory=list)
+    """Bit for bit, in the same dtype."""
+
+
+def compare_tensors(a: Path, b: Path, track: Track) -> Comparison:
+    """Reads both checkpoints tensor by tensor, whatever layouts they were saved in."""
     first, second = StoredTensors(a), StoredTensors(b)
-    differences, equal = [], 0
+    result = Comparison()
     for name in track(sorted({*first.names, *second.names})):
-        difference = _difference(first, second, name)
-        if difference is None:
-            equal += 1
+        if name not in second.names:
+            result.only_first.append(name)
+        elif name not in first.names:
+            result.only_second.append(name)
+        elif difference := _difference(first, second, name):
+            result.different.append(difference)
         else:
-            differences.append(difference)
-    return sorted(differences, key=lambda d: (-d.relative, d.name)), equal
+            result.equal.append(name)
+    result.different.sort(key=lambda d: -d.relative)
+    return result
 
 
 def _difference(a: StoredTensors, b: StoredTensors, name: str) -> TensorDifference | None:
-    for one, other in ((a, b), (b, a)):
-        if name not in one.names:
-            return TensorDifference(name, f"only in {other.path}", float("inf"))
     if a.shape(name) != b.shape(name):
         what = f"shape {list(a.shape(name))} and {list(b.shape(name))}"
         return TensorDifference(name, what, float("inf"))

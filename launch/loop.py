@@ -191,12 +191,12 @@ def refuse_endless_skipping(run: Run) -> None:
     progress, limit = run.progress, run.config.training.max_skipped_steps
     if progress.skipped_in_a_row > limit:
         run.saver.finish()
-        first = progress.step - progress.skipped_in_a_row + 1
+        first, newest = progress.step - progress.skipped_in_a_row + 1, run.saver.newest_step
+        good = "there is no checkpoint" if newest is None else f"the last good step is {newest}"
         raise TrainingError(
             f"loss or gradient was not finite in steps {first} to {progress.step}, more than "
-            f"training.max_skipped_steps={limit}; the newest checkpoint is of step "
-            f"{run.saver.newest_step}: "
-            "resume from it with a lower optimizer.lr or look at the data of these steps"
+            f"training.max_skipped_steps={limit}; {good}: resume with a lower optimizer.lr, or "
+            "pass over the data of these steps with training.skip_steps"
         )
 
 

@@ -22,8 +22,8 @@ class Saver:
         self, root: Path, config: CheckpointConfig, ranks: Ranks, say: Callable[[str], None]
     ):
         self.root = root
-        self.newest_step = 0
-        """Of the newest checkpoint that was committed or loaded; 0 is the start."""
+        self.newest_step: int | None = None
+        """Of the newest checkpoint that was committed or loaded, if there is one."""
         self._config, self._ranks, self._say = config, ranks, say
         self._memory = HostMemory(ranks.device) if config.asynchronous else None
         self._pending: PendingSave | None = None

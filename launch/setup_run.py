@@ -25,6 +25,7 @@ from mixtron.launch.lifetime import lock_run_folder
 from mixtron.launch.loop import Progress, Run
 from mixtron.launch.saver import Saver
 from mixtron.launch.signals import StopFlag
+from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.model import build_model
 from mixtron.megatron_ext.optimizer import build_optimizer, wrap_model
 from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
@@ -45,6 +46,7 @@ def prepare(config: RunConfig, data: TrainingData, validation: dict[str, Validat
         device=device,
     )
     on_first(ranks, lambda: claim_run_folder(config))
+    on_first(ranks, lambda: refuse_full_disk(config))
     console = Console(soft_wrap=True, highlight=False)
     say = (lambda text: console.print(text, markup=False)) if ranks.is_first else lambda text: None
     stop = StopFlag()
@@ -82,6 +84,22 @@ def claim_run_folder(config: RunConfig) -> None:
     for name in names:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, copy / name)
+
+
+def refuse_full_disk(config: RunConfig) -> None:
+    """Hours before the first save would find it out.
+
+    Raises:
+        ConfigError: less is free than one checkpoint takes.
+    """
+    from mixtron.launch.validate import checkpoint_bytes
+
+    needed, free = checkpoint_bytes(config), shutil.disk_usage(config.run_dir).free
+    if needed > free:
+        raise ConfigError(
+            f"run_dir={config.run_dir}: {free / 2**30:,.2f} GiB are free there, but a checkpoint "
+            f"takes {needed / 2**30:,.2f} GiB; make room or set run_dir to another file system"
+        )
 
 
 def resume(run: Run) -> None:

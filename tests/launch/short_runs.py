@@ -65,6 +65,7 @@ def epochs_of(prefix: Path) -> tuple[list[str], int]:
 
 def write(corpus: Path, folder: Path) -> Path:
     """A config whose run folder is `folder`/run."""
+    folder.mkdir(parents=True, exist_ok=True)
     return write_config(folder / "config.yaml", small_config(corpus, folder / "run"))
 
 

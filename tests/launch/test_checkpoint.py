@@ -199,6 +199,22 @@ def test_weights_load_without_the_optimizer(one_rank, world_size, parallel):
         assert loss == pytest.approx(history[3][0], abs=1e-6)
 
 
+def reload_and_replay(root: Path):
+    """Six steps, and the last three once more from the checkpoint of the third, in one process."""
+    run = build(ONE, ffn_hidden_size=67, dropout=0.1)
+    run.train(3)
+    save(run, root)
+    first = run.train(3), run.sha256()
+    load_checkpoint(root / "step_00000003", run.wrapped, run.optimizer, run.ranks)
+    run.step = 3
+    return first, (run.train(3), run.sha256())
+
+
+def test_a_reload_in_the_same_process_replays_the_same_steps(tmp_path):
+    for first, again in run_on_ranks(2, reload_and_replay, tmp_path):
+        assert first == again
+
+
 def learning_rates(root: Path):
     run = resumed(root, ONE)
     return {group["lr"] for group in run.optimizer.param_groups}

@@ -56,7 +56,7 @@ def test_an_interrupted_run_is_the_straight_run(corpus, epochs, straight, tmp_pa
     trained = []
     for stop in stops:
         stop = samples // BATCH if stop == "epoch" else stop
-        outcomes = run_ranks(2, config, overrides, stop)
+        outcomes = run_ranks(2, config, overrides, None if stop == STEPS else stop)
         assert outcomes[0].code == (0 if stop == STEPS else 75)
         assert list_checkpoints(tmp_path / "run/checkpoints")[-1].step == stop
         trained += outcomes[0].samples

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -75,7 +76,9 @@ def test_a_signal_waits_for_the_checkpoint_under_way(corpus, tmp_path):
     root = tmp_path / "run/checkpoints"
     assert names(root) == ["latest", "step_00000003", "step_00000005"]
     said = outcome.said
-    assert said.index("step 3 | saved") < said.index("step 5 | saving") < said.index("step 5 | sav")
+    assert (
+        said.index("step 3 | saved") < said.index("step 5 | saving") < said.index("step 5 | saved")
+    )
 
 
 def die_while_writing(config: str, overrides: list[str]) -> None:
@@ -187,6 +190,19 @@ def test_every_mth_checkpoint_stays(corpus, tmp_path):
     root = tmp_path / "run/checkpoints"
     assert [info.step for info in list_checkpoints(root)] == [5, 10, 11, 12]
     assert {"step_00000001.mine", "notes.txt"} <= set(names(root))
+
+
+def start_on_a_small_disk(config: str):
+    full = shutil.disk_usage(config)._replace(free=1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: full)
+        return trained(config, [], None)
+
+
+def test_a_disk_that_holds_no_checkpoint_is_refused_at_the_start(corpus, tmp_path):
+    for outcome in run_on_ranks(2, start_on_a_small_disk, str(write(corpus, tmp_path))):
+        assert outcome.code == 2
+        assert "GiB are free there, but a checkpoint takes" in outcome.error
 
 
 # A rank's part
