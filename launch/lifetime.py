@@ -35,7 +35,7 @@ def die_with_torchrun() -> None:
 _held: IO | None = None
 
 
-def lock_run_folder(run_dir: Path, patience_s: float = 15.0) -> None:
+def lock_run_folder(run_dir: Path, patience_s: float = 5.0) -> None:
     """Holds `run_dir`/lock until this process ends or locks another folder.
 
     Raises:

@@ -46,6 +46,7 @@ PP2 = Layout("pp2", ParallelConfig(pipeline=2))
 PP2_VPP2 = Layout("pp2 vpp2", ParallelConfig(pipeline=2, virtual_pipeline=2))
 DP2 = Layout("dp2", data=2)
 CP2 = Layout("cp2", ParallelConfig(context=2))
+CP4 = Layout("cp4", ParallelConfig(context=4))
 TP2_CP2 = Layout("tp2 cp2", ParallelConfig(tensor=2, context=2))
 LAYOUTS = [
     TP2,
@@ -59,7 +60,7 @@ LAYOUTS = [
     Layout("tp2 sp recompute", ParallelConfig(tensor=2, sequence=True), recompute=True),
     Layout("one micro-batch of two sequences", sequences_per_micro_batch=2),
 ]
-CONTEXT_LAYOUTS = [CP2, TP2_CP2, Layout("cp2 dp2", ParallelConfig(context=2), data=2)]
+CONTEXT_LAYOUTS = [CP2, CP4, TP2_CP2, Layout("cp2 dp2", ParallelConfig(context=2), data=2)]
 
 
 def layouts_of(mixer: str) -> list[Layout]:

@@ -66,5 +66,6 @@ def test_a_mixer_without_context_parallelism_refuses_it_by_name(mixer, monkeypat
     for layout in CONTEXT_LAYOUTS:
         config = Case(mixer).config(layout)
         named = config.model.layer_mixers[0]
-        with pytest.raises(ConfigError, match=f"parallel.context=2: mixer '{named}'"):
+        context = layout.parallel.context
+        with pytest.raises(ConfigError, match=f"parallel.context={context}: mixer '{named}'"):
             check_shape(config)

@@ -74,7 +74,7 @@ def test_a_document_start_inside_cuts_the_map():
 
 
 def bytes_sent(tokens: int) -> tuple[int, list]:
-    """What `state_before` hands to the all-gather, and the states that the ranks get."""
+    """What `StateExchange` hands to the all-gather, and the states that the ranks get."""
     import torch.distributed as dist
 
     from mixtron.megatron_ext import context_parallel
@@ -82,9 +82,9 @@ def bytes_sent(tokens: int) -> tuple[int, list]:
     sent = []
     plain = dist.all_gather_into_tensor
 
-    def counted(output, part, group):
+    def counted(output, part, group, **options):
         sent.append(part.numel() * part.element_size())
-        return plain(output, part, group=group)
+        return plain(output, part, group, **options)
 
     rank, size = dist.get_rank(), dist.get_world_size()
     share = tokens // size
@@ -92,7 +92,7 @@ def bytes_sent(tokens: int) -> tuple[int, list]:
     maps = delta_rule_segment_map(*mine[1:], step_size="kaczmarz")
     context_parallel.dist.all_gather_into_tensor = counted
     try:
-        state = context_parallel.state_before(*maps, torch.tensor(False), dist.group.WORLD)
+        state = context_parallel.StateExchange(*maps, torch.tensor(False), dist.group.WORLD).state()
     finally:
         context_parallel.dist.all_gather_into_tensor = plain
     return sum(sent), state.tolist()
@@ -109,3 +109,34 @@ def test_bytes_sent_do_not_depend_on_the_length(ranks):
         exact = delta_rule_segment_map(*before, step_size="kaczmarz")[1]
         found = torch.tensor(results[-1][1], dtype=torch.float64)
         assert (found - exact).norm() < 1e-5 * exact.norm()
+
+
+def left_behind(backward: bool) -> bool:
+    """Whether an exchange outlives its tensors when nobody collects cycles."""
+    import gc
+    import weakref
+
+    import torch.distributed as dist
+
+    from mixtron.megatron_ext.context_parallel import StateExchange
+
+    assert dist.group.WORLD is not None
+    _, *writes = (x.float().requires_grad_() for x in make_inputs(32))
+    gc.collect()
+    gc.disable()
+    try:
+        maps = delta_rule_segment_map(*writes, step_size="kaczmarz")
+        exchange = StateExchange(*maps, torch.tensor(False), dist.group.WORLD)
+        pending = weakref.ref(exchange.pending)
+        state = exchange.state()
+        if backward:
+            state.sum().backward()
+        del exchange, state
+        return pending() is not None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_an_exchange_leaves_nothing_behind(backward):
+    assert run_on_ranks(2, left_behind, backward) == [False, False]

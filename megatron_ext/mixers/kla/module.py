@@ -7,9 +7,9 @@ from torch import Tensor
 from mixtron.kernels.delta_rule import delta_rule, delta_rule_segment_map, delta_rule_step
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import (
+    StateExchange,
     heads_to_sequence,
     sequence_to_heads,
-    state_before,
 )
 from mixtron.megatron_ext.layers import (
     FusedColumnParallel,
@@ -33,7 +33,8 @@ class Mixer(ShardedModule):
     the input, one a value head; the output is a gated RMSNorm over each value head, then projected.
 
     TP: heads. SP: gathered by the input projection, scattered by the output one. CP: each rank sums
-    its tokens up as an affine map of the state, and takes the state that the maps before it give;
+    its tokens up as an affine map of the state, and takes the state that the maps before it give
+    (q is normalised while they travel);
     or, by `context_exchange: heads`, heads are exchanged for tokens around the op.
     Initialisation: matrices N(0, std), A ~ U(1, 16), dt log-uniform in [1e-3, 1e-1], norm 1. Decay
     parameters are fp32 whatever the model's dtype.
@@ -81,31 +82,33 @@ class Mixer(ShardedModule):
 
     def _mix(self, raw_TBE: Tensor, parts: dict[str, Tensor], batch: Batch) -> Tensor:
         """The whole stream, or this context rank's share of it. [B, T, J, V]."""
-        inputs = self._inputs(self.convolution(raw_TBE, batch), parts)
+        q_BTHK, *writes = self._inputs(self.convolution(raw_TBE, batch), parts)
         if batch.context_size > 1 and self.mixer.context_exchange == "heads":
-            return self._mix_exchanged(inputs, batch)
-        q_BTHK, *writes = inputs
+            return self._mix_exchanged(_unit(q_BTHK), writes, batch)
         options = {"step_size": self.mixer.step_size, "cu_seqlens": batch.local_cu_seqlens}
-        state_BJKV = None
+        exchange = state_BJKV = None
         if batch.context_size > 1:
-            state_BJKV = state_before(
+            exchange = StateExchange(
                 *delta_rule_segment_map(*writes, **options),
                 batch.position_ids[0] == 0,
                 self.cp_group,
             )
+        q_BTHK = _unit(q_BTHK)
+        if exchange is not None:
+            state_BJKV = exchange.state()
         o_BTJV, state_BJKV = delta_rule(q_BTHK, *writes, **options, initial_state_BJKV=state_BJKV)
         if batch.cache is not None:
             tail = self.convolution.tail(raw_TBE)
             batch.cache.layers[self.layer_number] = {"state": state_BJKV, "tail": tail}
         return o_BTJV
 
-    def _mix_exchanged(self, inputs: tuple, batch: Batch) -> Tensor:
+    def _mix_exchanged(self, q_BTHK: Tensor, writes: list, batch: Batch) -> Tensor:
         """The whole stream for this context rank's share of the heads, there and back."""
 
         def exchange(x_BTHE):
             return sequence_to_heads(x_BTHE[0], self.cp_group)[None]
 
-        q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ = inputs
+        k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ = writes
         if log_decay_BTJ is not None:
             log_decay_BTJ = exchange(log_decay_BTJ.unsqueeze(-1)).squeeze(-1)
         o_BTJV, _ = delta_rule(
@@ -127,7 +130,7 @@ class Mixer(ShardedModule):
         q, k, v, log_decay, eta = self._inputs(convolved_TE[:, None], parts)
         o_TJV, cached["state"] = delta_rule_step(
             cached["state"],
-            q[0],
+            _unit(q[0]),
             k[0],
             v[0],
             None if log_decay is None else log_decay[0],
@@ -137,11 +140,10 @@ class Mixer(ShardedModule):
         return o_TJV[None]
 
     def _inputs(self, convolved_TBE: Tensor, parts: dict[str, Tensor]) -> tuple:
-        """q, k, v, log decay (None without) and eta, batch first."""
+        """q (not yet normalised), k, v, log decay (None without) and eta, batch first."""
         q_BTHK, k_BTHK, v_BTJV = self._heads(convolved_TBE)
-        q_BTHK = F.normalize(q_BTHK.float(), dim=-1).to(q_BTHK.dtype)
         if self.mixer.normalize_keys:
-            k_BTHK = F.normalize(k_BTHK.float(), dim=-1).to(k_BTHK.dtype)
+            k_BTHK = _unit(k_BTHK)
         log_decay_BTJ = self._log_decay(parts["decay"]) if "decay" in parts else None
         eta_BTJ = parts["step_size"].transpose(0, 1).float().sigmoid()
         return q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ
@@ -160,3 +162,8 @@ class Mixer(ShardedModule):
         """g = -exp(A_log) softplus(a + dt_bias), fp32 [B, T, J]."""
         dt_BTJ = F.softplus(a_TBJ.transpose(0, 1).float() + self.dt_bias)
         return -self.log_decay_rate.exp() * dt_BTJ
+
+
+def _unit(x_BTHK: Tensor) -> Tensor:
+    """L2-normalised over K, in fp32."""
+    return F.normalize(x_BTHK.float(), dim=-1).to(x_BTHK.dtype)
