@@ -116,11 +116,11 @@ class PendingSave:
                 "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
                 "optimizer_step": max(gather(everywhere(ranks, lambda: optimizer_step(optimizer)))),
                 "layout": _layout(wrapped, ranks),
-                "versions": versions(),
+                "versions": versions() if ranks.is_first else {},
                 "state": state,
                 "config": config,
             }
-            everywhere(ranks, lambda: json.dumps(self._manifest))
+            on_first(ranks, lambda: json.dumps(self._manifest))
             self._writing = Writing(self._temporary, ranks.world_rank, pieces)
         except CheckpointError:
             self._abandon()

@@ -102,12 +102,14 @@ def test_samples_and_losses_go_on_in_another_layout_and_back(corpus, tmp_path, o
     config = write(corpus, tmp_path)
     shared = [*PLAIN, "training.steps=8"]
     one, other = (1, ONE_RANK), LAYOUTS[layout]
-    losses, samples = [], []
+    losses, samples, rates = [], [], []
     for (world, overrides), stop in ((one, 3), (other, 6), (one, None)):
         outcome = run_ranks(world, config, [*shared, *overrides], stop)[0]
         losses += outcome.losses
         samples += outcome.samples
+        rates += outcome.rates
     assert samples == one_rank.samples
+    assert rates == one_rank.rates
     assert losses == pytest.approx(one_rank.losses, rel=1e-5)
 
 
