@@ -15,6 +15,7 @@ from mixtron.launch.checkpoint_files import (
     CheckpointError,
     file_problem,
     list_checkpoints,
+    read_manifest,
     sync_folder,
 )
 from mixtron.launch.checkpoint_tensors import OPTIMIZER_PREFIX, StoredTensors
@@ -68,13 +69,16 @@ def problems_of(path: Path, track: Track) -> list[str]:
     """What is wrong with a checkpoint: files, SHA-256, tensors that cannot be read or not finite.
 
     Raises:
-        CheckpointError: it has no manifest, or no metadata, to start from.
+        CheckpointError: it has no manifest to start from.
     """
-    stored = StoredTensors(path)
-    files = stored.manifest["files"]
+    files = read_manifest(path)["files"]
     with ThreadPoolExecutor() as pool:
         checked = pool.map(lambda name: file_problem(path / name, files[name], hashes=True), files)
         problems = [problem for problem in checked if problem]
+    try:
+        stored = StoredTensors(path)
+    except CheckpointError as error:
+        return [*problems, str(error)]
     for name in track(stored.names):
         try:
             bad = sum(_count_not_finite(piece) for _, piece in stored.pieces(name))
