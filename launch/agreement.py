@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -15,6 +16,13 @@ def gather[T](value: T) -> list[T]:
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def any_rank(device: torch.device, *flags: bool) -> list[bool]:
+    """For each flag, whether any rank sets it; one all-reduce."""
+    agreed = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in agreed.tolist()]
 
 
 def everywhere[T](ranks: Ranks, work: Callable[[], T]) -> T:

@@ -7,40 +7,43 @@ on all of them or on none.
 import hashlib
 import json
 import logging
-import secrets
 import shutil
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
+from datetime import UTC, datetime
 from pathlib import Path
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint.metadata import Metadata
 
 from mixtron.launch.agreement import everywhere, gather, on_first
 from mixtron.launch.checkpoint_files import (
-    FORMAT,
+    FORMAT_VERSION,
     CheckpointError,
     begin,
     commit,
     file_problem,
     list_checkpoints,
     read_manifest,
-    remove_leftovers,
-    set_aside,
-    sync_and_hash,
     verify_checkpoint,
 )
+from mixtron.launch.checkpoint_identity import versions
 from mixtron.launch.checkpoint_shards import (
     bytes_to_write,
     check_fit,
-    files_of_rank,
+    gather_on_first,
+    leave_out,
     model_shards,
+    plan_pieces,
     random_states_shard,
     read_shards,
     shards_to_save,
-    write_shards,
+    write_metadata,
 )
+from mixtron.launch.checkpoint_writer import MAX_FILES, HostMemory, Writing, Written
 from mixtron.launch.exit_codes import RETRYABLE
 from mixtron.launch.random_states import reseed, restore_random_states
 from mixtron.megatron_ext.optimizer_state import (
@@ -52,19 +55,145 @@ from mixtron.megatron_ext.parallel import Ranks
 
 logger = logging.getLogger(__name__)
 
-SHARED_FOLDER_WAIT_S = 5.0
-"""How long a rank looks for what rank 0 wrote: network file systems show new files late."""
-
 
 @dataclass(frozen=True)
 class SaveReport:
     path: Path
+    step: int
     seconds: float
+    """From the beginning to the commit."""
     bytes: int
     """Of all ranks' files."""
+    writing_s: float
+    """Of them, until the slowest rank's files were on the disk."""
 
 
 # Saving
+
+
+class PendingSave:
+    """A checkpoint whose files are being written while the caller goes on.
+
+    All ranks make it and call `finish` at the same point. Nothing in the background communicates.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        step: int,
+        wrapped: list[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        ranks: Ranks,
+        *,
+        state: dict,
+        config: dict,
+        memory: HostMemory | None = None,
+    ):
+        """Starts to write `root/step_<step>` with everything that a bit-exact continuation needs.
+
+        Args:
+            state: what the caller needs to continue (counters, data cursors); JSON-able; small.
+            config: the run's resolved configuration; JSON-able.
+            memory: where tensors are copied to first. None: they are not, and must not change
+                before `finish` has returned.
+        Raises:
+            CheckpointError: nothing was begun.
+        """
+        self._started = time.perf_counter()
+        self.step = step
+        self._root, self._ranks = root, ranks
+        self._temporary = on_first(ranks, lambda: begin(root, step))
+        try:
+            shards = shards_to_save(wrapped, optimizer, ranks)
+            self.bytes = sum(gather(bytes_to_write(shards)))
+            self._check_free_space()
+            pieces, self._metadata = plan_pieces(shards, ranks)
+            if memory is not None:
+                pieces = everywhere(ranks, lambda: memory.copy(pieces))
+            self._manifest = {
+                "format_version": FORMAT_VERSION,
+                "step": step,
+                "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "optimizer_step": max(gather(everywhere(ranks, lambda: optimizer_step(optimizer)))),
+                "layout": _layout(wrapped, ranks),
+                "versions": versions() if ranks.is_first else {},
+                "state": state,
+                "config": config,
+            }
+            on_first(ranks, lambda: json.dumps(self._manifest))
+            self._writing = Writing(self._temporary, ranks.world_rank, pieces)
+        except CheckpointError:
+            self._abandon()
+            raise
+        self.blocked_s = time.perf_counter() - self._started
+        """How long the caller was kept from going on, so far."""
+
+    @property
+    def running(self) -> bool:
+        """Whether this rank still writes."""
+        return self._writing.running
+
+    def finish(self) -> SaveReport:
+        """Waits for all ranks' files and commits: only then the checkpoint is there.
+
+        Raises:
+            CheckpointError: nothing was committed, earlier checkpoints are as they were. Exit code
+                76 for I/O failures, a full disk among them.
+        """
+        waited = time.perf_counter()
+        try:
+            written = everywhere(self._ranks, self._writing.wait)
+            everyones = gather_on_first(written, self._ranks)
+            place = (self._temporary, self._metadata, everyones or [])
+            path, size = on_first(self._ranks, lambda: _commit(*place, self._manifest))
+            seconds = max(gather(written.seconds))
+        except CheckpointError:
+            self._abandon()
+            raise
+        self.blocked_s += time.perf_counter() - waited
+        return SaveReport(path, self.step, time.perf_counter() - self._started, size, seconds)
+
+    def _check_free_space(self) -> None:
+        # Headers, random states, manifest.
+        needed = int(1.02 * self.bytes) + self._ranks.world_size * 2**16
+
+        def check() -> None:
+            free = shutil.disk_usage(self._root).free
+            if needed > free:
+                raise CheckpointError(
+                    f"{self._root}: the checkpoint needs about {needed / 2**30:,.2f} GiB and "
+                    f"{free / 2**30:,.2f} GiB are free; make room or lower checkpoint.keep",
+                    RETRYABLE,
+                )
+
+        on_first(self._ranks, check)
+
+    def _abandon(self) -> None:
+        on_first(self._ranks, lambda: shutil.rmtree(self._temporary, ignore_errors=True))
+
+
+def _commit(
+    temporary: Path, metadata: Metadata | None, everyones: list[Written], manifest: dict
+) -> tuple[Path, int]:
+    """On rank 0, when everything is on the disk; the checkpoint and its bytes."""
+    assert metadata is not None
+    files = write_metadata(temporary, metadata, [written.results for written in everyones])
+    for written in everyones:
+        files |= written.files
+    path = commit(temporary, manifest["step"], {**manifest, "files": files})
+    return path, sum(entry["bytes"] for entry in files.values())
+
+
+def write_checkpoint(root: Path, shards: dict, manifest: dict, ranks: Ranks) -> Path:
+    """Writes given shards under a given manifest, in one process that has all of them."""
+    temporary = begin(root, manifest["step"])
+    try:
+        pieces, metadata = plan_pieces(shards, ranks)
+        written = Writing(temporary, ranks.world_rank, pieces).wait()
+        return _commit(temporary, metadata, [written], manifest)[0]
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def save_checkpoint(
@@ -77,41 +206,9 @@ def save_checkpoint(
     state: dict,
     config: dict,
 ) -> SaveReport:
-    """Writes `root/step_<step>` with everything that a bit-exact continuation needs.
-
-    Written under another name and renamed when every file is on the disk: a checkpoint is complete
-    or not there.
-
-    Args:
-        state: what the caller needs to continue (counters, data cursors); JSON-able; small.
-        config: the run's resolved configuration; JSON-able.
-    Raises:
-        CheckpointError: nothing was committed, earlier checkpoints are as they were. Exit code 76
-            for I/O failures, a full disk among them.
-    """
-    started = time.perf_counter()
-    temporary = on_first(ranks, lambda: begin(root, step))
-    try:
-        shards = shards_to_save(wrapped, optimizer, ranks)
-        _check_free_space(root, shards, ranks)
-        write_shards(temporary, shards, ranks)
-        files = _hash_own_files(temporary, ranks)
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "optimizer_step": max(gather(everywhere(ranks, lambda: optimizer_step(optimizer)))),
-            "layout": _layout(wrapped, ranks),
-            "versions": {name: version(name) for name in ("mixtron", "megatron-core", "torch")},
-            "files": files,
-            "state": state,
-            "config": config,
-        }
-        path = on_first(ranks, lambda: commit(temporary, step, manifest))
-    except CheckpointError:
-        on_first(ranks, lambda: shutil.rmtree(temporary, ignore_errors=True))
-        raise
-    size = sum(entry["bytes"] for entry in files.values())
-    return SaveReport(path, time.perf_counter() - started, size)
+    """Writes `root/step_<step>` and returns when it is there; see `PendingSave`."""
+    pending = PendingSave(root, step, wrapped, optimizer, ranks, state=state, config=config)
+    return pending.finish()
 
 
 def _layout(wrapped: list, ranks: Ranks) -> dict[str, int]:
@@ -122,29 +219,6 @@ def _layout(wrapped: list, ranks: Ranks) -> dict[str, int]:
         "context": ranks.context_size,
         "data": ranks.data_size,
     }
-
-
-def _check_free_space(root: Path, shards: dict, ranks: Ranks) -> None:
-    # Headers, random states, manifest.
-    needed = int(1.02 * sum(gather(bytes_to_write(shards)))) + ranks.world_size * 2**16
-
-    def check() -> None:
-        free = shutil.disk_usage(root).free
-        if needed > free:
-            raise CheckpointError(
-                f"{root}: the checkpoint needs about {needed / 2**30:,.2f} GiB and "
-                f"{free / 2**30:,.2f} GiB are free; make room or lower checkpoint.keep",
-                RETRYABLE,
-            )
-
-    on_first(ranks, check)
-
-
-def _hash_own_files(folder: Path, ranks: Ranks) -> dict[str, dict]:
-    """Syncs and hashes on each rank what it wrote; the manifest entries of all."""
-    own = files_of_rank(folder, ranks)
-    hashed = everywhere(ranks, lambda: {path.name: sync_and_hash(path) for path in own})
-    return {name: entry for files in gather(hashed) for name, entry in files.items()}
 
 
 # Choosing
@@ -171,6 +245,13 @@ def find_checkpoint(root: Path, resume: str, ranks: Ranks) -> Path | None:
     if candidates:
         raise CheckpointError(_all_damaged(root))
     return None
+
+
+def check_checkpoint(path: Path, ranks: Ranks) -> None:
+    """Raises CheckpointError, exit code 2, unless all of it is there and its hashes are right."""
+    on_first(ranks, lambda: verify_checkpoint(path, hashes=False))
+    if problem := _damage(path, ranks):
+        raise CheckpointError(problem)
 
 
 def _candidates(root: Path, resume: str) -> list[Path]:
@@ -211,7 +292,8 @@ def _damage(path: Path, ranks: Ranks) -> str:
     files = on_first(ranks, lambda: read_manifest(path)["files"])
     by_size = sorted(files, key=lambda name: files[name]["bytes"])
     own = by_size[ranks.world_rank :: ranks.world_size]
-    problems = [file_problem(path / name, files[name], hashes=True) for name in own]
+    with ThreadPoolExecutor(MAX_FILES) as pool:
+        problems = list(pool.map(lambda n: file_problem(path / n, files[n], hashes=True), own))
     return next((p for p in gather(next(filter(None, problems), "")) if p), "")
 
 
@@ -261,81 +343,29 @@ def load_checkpoint(
     return manifest["state"]
 
 
-def load_weights(path: Path, wrapped: list, ranks: Ranks) -> None:
+def load_weights(
+    path: Path, wrapped: list, ranks: Ranks, *, allowed: Sequence[str] = ()
+) -> list[str]:
     """Restores the model alone, from a checkpoint of any parallel layout.
 
     Args:
         wrapped: this rank's chunks, with or without gradient buffers. An optimizer that was built
             on them before still holds its old main parameters.
+        allowed: patterns of names that may be missing, unexpected or of another shape: these
+            parameters stay as they are.
+    Returns:
+        The names that were left out.
     Raises:
         CheckpointError: names of tensors that are missing, unexpected or of another shape.
     """
     on_first(ranks, lambda: verify_checkpoint(path, hashes=False))
     wanted = everywhere(ranks, lambda: model_shards(wrapped, ranks))
-    check_fit(path, wanted, ranks, with_optimizer=False)
-    read_shards(path, wanted, wrapped, ranks)
+    left_out = check_fit(path, wanted, ranks, with_optimizer=False, allowed=allowed)
+    read_shards(path, leave_out(wanted, left_out), wrapped, ranks)
+    return left_out
 
 
 def _seed(manifest: dict) -> int:
     """A seed that no earlier part of the run used."""
     text = json.dumps([manifest["step"], manifest["config"]])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
-
-
-# The folder
-
-
-def remove_old(root: Path, keep: int | None, ranks: Ranks) -> None:
-    """Deletes complete checkpoints beyond the newest `keep` (None: none), and what dead saves left.
-
-    Damaged checkpoints do not count and are left for a person to look at.
-
-    Args:
-        keep: at least 1.
-    """
-
-    def remove() -> list[Path]:
-        complete = [info.path for info in list_checkpoints(root) if info.complete]
-        for path in [] if keep is None else complete[:-keep]:
-            set_aside(path)
-        return remove_leftovers(root)
-
-    for path in on_first(ranks, remove):
-        _warn(ranks, f"{path}: could not be deleted")
-
-
-def check_shared_folder(root: Path, ranks: Ranks) -> None:
-    """Refuses a folder that is not the same on all ranks.
-
-    Raises:
-        CheckpointError: exit code 2; names the ranks that do not see what rank 0 wrote.
-    """
-    token = secrets.token_hex(8)
-
-    def write() -> Path:
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            file = root / f".shared-{token}"
-            file.write_text(token)
-        except OSError as error:
-            raise CheckpointError(f"{root}: cannot be written: {error.strerror}") from None
-        return file
-
-    name = on_first(ranks, write).name
-    blind = [rank for rank, seen in enumerate(gather(_appears(root / name))) if not seen]
-    if ranks.is_first:
-        (root / name).unlink()
-    if blind:
-        raise CheckpointError(
-            f"{root} is not the same folder on all ranks: ranks {', '.join(map(str, blind))} do "
-            "not see what rank 0 wrote; run_dir must lie on a file system that all nodes share"
-        )
-
-
-def _appears(file: Path) -> bool:
-    deadline = time.monotonic() + SHARED_FOLDER_WAIT_S
-    while not file.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True

@@ -22,7 +22,8 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
-FORMAT = 1
+FORMAT_VERSION = 2
+"""Raised when an older version could not read what is written; older formats stay readable."""
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(tmp|removed)-[0-9a-f]{8}")
 _CHUNK_BYTES = 1 << 23
@@ -119,11 +120,29 @@ def read_manifest(path: Path) -> dict:
         raise CheckpointError(f"{file}: not a manifest") from None
     if digest != _manifest_sha256(manifest):
         raise CheckpointError(f"{file}: altered since it was written")
-    if manifest["format"] != FORMAT:
+    return _upgraded(manifest, file)
+
+
+def _upgraded(manifest: dict, file: Path) -> dict:
+    """A manifest of any format as this version writes it.
+
+    Raises:
+        CheckpointError: a later version wrote it.
+    """
+    found = manifest.pop("format", None) or manifest["format_version"]
+    if found > FORMAT_VERSION:
         raise CheckpointError(
-            f"{file}: format {manifest['format']}; this version reads format {FORMAT}"
+            f"{file}: format_version {found}; this version of mixtron reads up to "
+            f"{FORMAT_VERSION}: use the one that wrote it, or a later one"
         )
-    return manifest
+    if found == 1:
+        # It counted steps alone, and the global batch could not change.
+        config, progress = manifest["config"], manifest["state"].get("progress", {})
+        if "training" in config and "step" in progress:
+            batch = config["training"]["global_batch_tokens"] // config["data"]["sequence_length"]
+            progress["samples"] = progress["step"] * batch
+        manifest["saved_at"] = None
+    return manifest | {"format_version": FORMAT_VERSION}
 
 
 def write_manifest(path: Path, manifest: dict) -> None:
@@ -190,9 +209,14 @@ def set_aside(path: Path) -> Path:
     return removed
 
 
+def unfinished(root: Path) -> list[Path]:
+    """What dead saves and deletions left, and a save or deletion that is under way."""
+    return sorted(p for p in root.iterdir() if _LEFTOVER.fullmatch(p.name)) if root.is_dir() else []
+
+
 def remove_leftovers(root: Path) -> list[Path]:
     """Deletes what dead saves and deletions left; returns the folders that resisted."""
-    leftovers = [p for p in root.iterdir() if _LEFTOVER.fullmatch(p.name)] if root.is_dir() else []
+    leftovers = unfinished(root)
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
     return [path for path in leftovers if path.exists()]

@@ -3,7 +3,8 @@
 All functions are called by all ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,11 +29,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from mixtron.launch.agreement import everywhere, on_first
-from mixtron.launch.checkpoint_files import CheckpointError
+from mixtron.launch.checkpoint_files import CheckpointError, sync_and_hash
+from mixtron.launch.checkpoint_writer import Piece
 from mixtron.launch.random_states import random_states
 from mixtron.megatron_ext.optimizer_state import (
     PREFIX,
@@ -65,6 +68,11 @@ def random_states_shard(ranks: Ranks, states: dict | None) -> ShardedObject:
     return ShardedObject("random_states", states, (ranks.world_size,), (ranks.world_rank,))
 
 
+def common_state_shard(ranks: Ranks) -> ShardedObject:
+    """Empty; Megatron's loader expects one."""
+    return ShardedObject("common_state", {}, (1,), (0,), ranks.world_rank)
+
+
 def shards_to_save(
     wrapped: list[DistributedDataParallel], optimizer: MegatronOptimizer, ranks: Ranks
 ) -> dict:
@@ -76,7 +84,7 @@ def shards_to_save(
     model = everywhere(ranks, lambda: model_shards(wrapped, ranks))
     moments = everywhere(ranks, lambda: optimizer_shards(optimizer, model))
     apply_factories(model)
-    everyones = _gather_on_first([shard.without_data() for shard in nested_values(model)], ranks)
+    everyones = gather_on_first([shard.without_data() for shard in nested_values(model)], ranks)
     on_first(ranks, lambda: validate_sharding_integrity(everyones))  # type: ignore[arg-type]
     group = ranks.groups.dp_cp
     distribution = determine_main_replica_uniform_distribution(model, group)
@@ -85,8 +93,7 @@ def shards_to_save(
         **model,
         "optimizer": dict(enumerate(moments)),
         "random_states": random_states_shard(ranks, random_states()),
-        # Megatron's loader expects one.
-        "common_state": ShardedObject("common_state", {}, (1,), (0,), ranks.world_rank),
+        "common_state": common_state_shard(ranks),
     }
 
 
@@ -99,34 +106,35 @@ def bytes_to_write(shards: dict) -> int:
     )
 
 
-def write_shards(folder: Path, shards: dict, ranks: Ranks) -> None:
-    """Writes the format that `dist_checkpointing.load` reads.
+def plan_pieces(shards: dict, ranks: Ranks) -> tuple[list[Piece], Metadata | None]:
+    """What this rank writes, and on rank 0 which tensor of the whole consists of what.
 
     Not through `dist_checkpointing.save`: it starts a manager process, and where one rank fails in
-    it the others wait. torch's own writer does neither.
+    it the others wait.
     """
+    planner = MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def convert() -> dict:
+    def plan() -> SavePlan:
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(shards, True)
-        return mcore_to_pyt_state_dict(by_key)
+        planner.set_up_planner(mcore_to_pyt_state_dict(by_key), is_coordinator=ranks.is_first)
+        return planner.create_local_plan()
 
-    def write() -> None:
-        save_distributed(
-            tensors,
-            storage_writer=FileSystemWriter(folder, sync_files=True),
-            planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        )
-        if ranks.is_first:
-            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-
-    tensors = everywhere(ranks, convert)
-    everywhere(ranks, write)
+    own = everywhere(ranks, plan)
+    plans = gather_on_first(own, ranks)
+    merged: list[Metadata] = []
+    # Checks that the pieces of all ranks cover each tensor once. No rank's own plan changes by it.
+    on_first(ranks, lambda: merged.append(planner.create_global_plan(plans or [])[1]))
+    pieces = everywhere(ranks, lambda: [(i, planner.resolve_data(i)) for i in own.items])
+    return pieces, merged[0] if merged else None
 
 
-def files_of_rank(folder: Path, ranks: Ranks) -> list[Path]:
-    """The files that `write_shards` wrote on this rank."""
-    own = sorted(folder.glob(f"__{ranks.world_rank}_*"))
-    return [*own, folder / ".metadata", folder / "metadata.json"] if ranks.is_first else own
+def write_metadata(
+    folder: Path, metadata: Metadata, results: list[list[WriteResult]]
+) -> dict[str, dict]:
+    """Writes on rank 0 what `dist_checkpointing.load` finds tensors by; the manifest's entries."""
+    FileSystemWriter(folder).finish(metadata, results)
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    return {name: sync_and_hash(folder / name) for name in (".metadata", "metadata.json")}
 
 
 def read_shards(path: Path, wanted: dict, wrapped: list, ranks: Ranks) -> dict:
@@ -142,9 +150,15 @@ def read_shards(path: Path, wanted: dict, wrapped: list, ranks: Ranks) -> dict:
     return everywhere(ranks, read)
 
 
-def check_fit(path: Path, wanted: dict, ranks: Ranks, *, with_optimizer: bool) -> None:
+def check_fit(
+    path: Path, wanted: dict, ranks: Ranks, *, with_optimizer: bool, allowed: Sequence[str] = ()
+) -> list[str]:
     """Holds names and shapes of the whole model against those in the checkpoint.
 
+    Args:
+        allowed: patterns (`fnmatch`) of names that may differ.
+    Returns:
+        The names that differ and may.
     Raises:
         CheckpointError: names what is missing, unexpected or of another shape.
     """
@@ -155,9 +169,9 @@ def check_fit(path: Path, wanted: dict, ranks: Ranks, *, with_optimizer: bool) -
             for shard in nested_values(wanted)
             for tensor in stored_tensors(shard)
         }
-    everyones = _gather_on_first(own, ranks)
+    everyones = gather_on_first(own, ranks)
 
-    def compare() -> None:
+    def compare() -> list[str]:
         model = {key: shape for part in everyones or [] for key, shape in part.items()}
         metadata = FileSystemReader(path).read_metadata()
         stored = {
@@ -166,17 +180,35 @@ def check_fit(path: Path, wanted: dict, ranks: Ranks, *, with_optimizer: bool) -
             if isinstance(entry, TensorStorageMetadata)
         }
         moments = {key: stored.pop(key) for key in list(stored) if key.startswith(PREFIX)}
+        differ = [k for k in sorted(model.keys() | stored.keys()) if model.get(k) != stored.get(k)]
+        left_out = [key for key in differ if any(fnmatchcase(key, p) for p in allowed)]
+        for key in left_out:
+            model.pop(key, None)
+            stored.pop(key, None)
         differences = list(_differences(model, stored))
         if not differences and with_optimizer:
             expected = {f"{PREFIX}{s}.{key}": shape for key, shape in model.items() for s in STATES}
             differences = list(_differences(expected, moments))
         if differences:
             raise CheckpointError(f"{path} does not fit this model: {'; '.join(differences)}")
+        return left_out
 
-    on_first(ranks, compare)
+    return on_first(ranks, compare)
 
 
-def _gather_on_first(value: object, ranks: Ranks) -> list | None:
+def leave_out(wanted: dict, names: Sequence[str]) -> dict:
+    """The shards without those that have one of the names, or a fused part that has."""
+    return {
+        chunk: {
+            name: shard
+            for name, shard in shards.items()
+            if not any(tensor.key in names for tensor in stored_tensors(shard))
+        }
+        for chunk, shards in wanted.items()
+    }
+
+
+def gather_on_first(value: object, ranks: Ranks) -> list | None:
     """The value of every rank on rank 0, None on the others."""
     values: list | None = [None] * ranks.world_size if ranks.is_first else None
     dist.gather_object(value, values, dst=0)

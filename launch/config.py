@@ -101,14 +101,48 @@ class TrainingConfig(Section):
     """Steps in a row with a non-finite loss or gradient that are skipped before the run stops."""
     debug: bool = False
     """Compare over ranks, at every step, the permutations that stochastic mixers draw."""
+    skip_steps: list[Annotated[list[Positive], Field(min_length=2, max_length=2)]] = []
+    """Ranges [first, last] of steps whose batches are passed over, as after a loss spike."""
+
+    @model_validator(mode="after")
+    def _skip_steps(self):
+        for first, last in self.skip_steps:
+            if first > last:
+                raise ValueError(f"skip_steps: [{first}, {last}] ends before it begins")
+        return self
+
+    def skips(self, step: int) -> bool:
+        return any(first <= step <= last for first, last in self.skip_steps)
 
 
 class CheckpointConfig(Section):
     save_every_steps: Positive
     keep: Annotated[int, Field(ge=2)] | None = 3
     """Newest complete checkpoints that are kept; null keeps all."""
+    keep_every_steps: Positive | None = None
+    """Checkpoints of the steps that this divides are kept for ever."""
+    asynchronous: bool = True
+    """Copy to host memory and write while training goes on; false waits for the disk."""
     resume: str = "auto"
     """auto: the newest complete checkpoint of the run folder, or a new start; none; or a path."""
+    branch_from: str | None = None
+    """Another run's checkpoint that a new run folder continues, with optimizer and step. Data,
+    optimizer, schedule and length may differ."""
+    init_from: str | None = None
+    """A checkpoint that a new run folder takes its first weights from, at step 0."""
+    init_allow: list[str] = []
+    """Patterns of parameters that `init_from` may lack, have beyond the model or in another shape:
+    they start as drawn."""
+    allow_changes: list[str] = []
+    """Keys (or sections) of this file that may differ from those in the resumed checkpoint."""
+
+    @model_validator(mode="after")
+    def _one_start(self):
+        if self.branch_from is not None and self.init_from is not None:
+            raise ValueError("branch_from and init_from both name a start; give one of them")
+        if self.init_allow and self.init_from is None:
+            raise ValueError("init_allow is for init_from, which is not set")
+        return self
 
 
 class LoggingConfig(Section):

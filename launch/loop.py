@@ -10,13 +10,15 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from mixtron.launch import exit_codes
-from mixtron.launch.checkpoint import remove_old, save_checkpoint
+from mixtron.launch.agreement import any_rank
+from mixtron.launch.checkpoint_identity import tokenizer_sha256
 from mixtron.launch.config import RunConfig
 from mixtron.launch.data import TrainingData, ValidationData
 from mixtron.launch.estimate import peak_flops, training_flops_per_token
 from mixtron.launch.evaluate import evaluate
 from mixtron.launch.metrics import Metrics, step_line
 from mixtron.launch.micro_batch import collate, run_micro_batches
+from mixtron.launch.saver import Saver
 from mixtron.launch.schedule import learning_rate
 from mixtron.launch.signals import StopFlag
 from mixtron.megatron_ext.optimizer import clip_and_step, set_learning_rate
@@ -34,6 +36,8 @@ class Progress:
     """What a resumed run continues from, beside model, optimizer, random states and data."""
 
     step: int = 0
+    samples: int = 0
+    """Sequences consumed so far, those of skipped steps among them."""
     tokens: int = 0
     """Valid tokens trained on so far."""
     skipped_steps: int = 0
@@ -52,12 +56,18 @@ class Run:
     validation: dict[str, ValidationData]
     progress: Progress
     stop: StopFlag
+    saver: Saver
     say: Callable[[str], None]
     """Prints on rank 0, does nothing on the others."""
 
-    @property
-    def checkpoints(self) -> Path:
-        return Path(self.config.run_dir) / "checkpoints"
+    def state(self) -> dict:
+        """What a checkpoint holds beside model, optimizer and random states."""
+        return {
+            "progress": dataclasses.asdict(self.progress),
+            "data": self.data.state_dict(),
+            "data_record": self.data.record(),
+            "tokenizer_sha256": tokenizer_sha256(self.data),
+        }
 
 
 def train(run: Run) -> int:
@@ -72,33 +82,51 @@ def train(run: Run) -> int:
             total_steps=steps,
             tensorboard=config.logging.tensorboard,
         )
-    saved_step = progress.step
     while progress.step < steps:
         started = time.perf_counter()
-        values = train_step(run)
+        if training.skips(progress.step + 1):
+            pass_over(run)
+            values = None
+        else:
+            values = train_step(run)
         step = progress.step
         seconds = time.perf_counter() - started
-        if metrics is not None and step % config.logging.every_steps == 0:
-            values |= speed(config, ranks, seconds)
+        if metrics is not None and values is not None and step % config.logging.every_steps == 0:
+            values |= speed(config, ranks, seconds) | run.saver.take_timings()
             metrics.log(step, values)
             run.say(step_line(step, steps, values))
-        refuse_endless_skipping(run, saved_step)
-        stopping = run.stop.agreed(ranks.device)
+        signalled = run.stop.signal is not None
+        stopping, writing = any_rank(ranks.device, signalled, run.saver.writing)
+        if not writing:
+            run.saver.finish()
+        refuse_endless_skipping(run)
         every = training.eval_every_steps
         # Before the save, so that a run resumed at its last step has nothing left to do.
         if not stopping and (step == steps or (every and step % every == 0)):
             stopping = not validate(run, metrics)
         # In a row of skipped steps the run may be about to fail: nothing newer is worth keeping.
-        due = step % config.checkpoint.save_every_steps == 0 and progress.skipped_in_a_row == 0
+        good = progress.skipped_in_a_row == 0
+        due = step % config.checkpoint.save_every_steps == 0 and good
         if due or step == steps or stopping:
-            save(run)
-            saved_step = step
+            model = (run.wrapped, run.optimizer)
+            run.saver.save(step, *model, run.state(), config, remove_others=good)
         if stopping and step < steps:
+            run.saver.finish()
             run.say(f"stopped by signal after step {step}; resume with the same command")
             return exit_codes.PREEMPTED
+    run.saver.finish()
     if metrics is not None:
         metrics.close()
     return exit_codes.FINISHED
+
+
+def pass_over(run: Run) -> None:
+    """A step whose batch counts as consumed and is not trained on."""
+    count = run.config.global_batch_sequences
+    run.data.next(count)
+    run.progress.step += 1
+    run.progress.samples += count
+    run.say(f"step {run.progress.step} | batch passed over (training.skip_steps)")
 
 
 def train_step(run: Run) -> dict[str, float]:
@@ -124,6 +152,7 @@ def train_step(run: Run) -> dict[str, float]:
         grad_norm, applied = clip_and_step(run.optimizer, config.optimizer.clip_grad_norm)
 
     progress.step = step
+    progress.samples += len(plan)
     progress.tokens += tokens
     progress.skipped_in_a_row = 0 if applied else progress.skipped_in_a_row + 1
     progress.skipped_steps += not applied
@@ -157,15 +186,17 @@ def speed(config: RunConfig, ranks: Ranks, seconds: float) -> dict[str, float]:
     return values
 
 
-def refuse_endless_skipping(run: Run, saved_step: int) -> None:
+def refuse_endless_skipping(run: Run) -> None:
     """Stops a run whose steps are all skipped, before it wastes its allocation."""
     progress, limit = run.progress, run.config.training.max_skipped_steps
     if progress.skipped_in_a_row > limit:
-        first = progress.step - progress.skipped_in_a_row + 1
+        run.saver.finish()
+        first, newest = progress.step - progress.skipped_in_a_row + 1, run.saver.newest_step
+        good = "there is no checkpoint" if newest is None else f"the last good step is {newest}"
         raise TrainingError(
             f"loss or gradient was not finite in steps {first} to {progress.step}, more than "
-            f"training.max_skipped_steps={limit}; the newest checkpoint is of step {saved_step}: "
-            "resume from it with a lower optimizer.lr or look at the data of these steps"
+            f"training.max_skipped_steps={limit}; {good}: resume with a lower optimizer.lr, or "
+            "pass over the data of these steps with training.skip_steps"
         )
 
 
@@ -182,26 +213,3 @@ def validate(run: Run, metrics: Metrics | None) -> bool:
             f"step {step} | validation {name}: loss {loss:.4f}, perplexity {math.exp(loss):.2f}"
         )
     return True
-
-
-def save(run: Run) -> None:
-    """Writes a checkpoint and removes those beyond `checkpoint.keep`."""
-    state = {
-        "progress": dataclasses.asdict(run.progress),
-        "data": run.data.state_dict(),
-        "data_record": run.data.record(),
-    }
-    report = save_checkpoint(
-        run.checkpoints,
-        run.progress.step,
-        run.wrapped,
-        run.optimizer,
-        run.ranks,
-        state=state,
-        config=run.config.model_dump(mode="json"),
-    )
-    run.say(
-        f"step {run.progress.step} | saved {report.path} "
-        f"({report.bytes / 2**20:,.1f} MiB, {report.seconds:.1f} s)"
-    )
-    remove_old(run.checkpoints, run.config.checkpoint.keep, run.ranks)

@@ -104,7 +104,8 @@ def train_and_kill(config: RunConfig, overrides: list[str]) -> int:
     command = ["-m", "mixtron.launch.cli", "train", str(CONFIG), *overrides]
     process = subprocess.Popen([sys.executable, *command, "--nproc", str(RANKS)])
     metrics = Path(config.run_dir) / "metrics.jsonl"
-    while (step := last_step(metrics)) < after:
+    saved = Path(config.run_dir) / "checkpoints" / "latest"
+    while (step := last_step(metrics)) < after or not saved.exists():
         if process.poll() is not None:
             raise QuickstartError(f"training ended early with exit code {process.returncode}")
         time.sleep(0.2)

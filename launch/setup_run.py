@@ -7,15 +7,23 @@ from rich.console import Console
 
 from mixtron.launch.agreement import on_first
 from mixtron.launch.checkpoint import (
-    check_shared_folder,
+    check_checkpoint,
     find_checkpoint,
     load_checkpoint,
-    remove_old,
+    load_weights,
+)
+from mixtron.launch.checkpoint_files import read_manifest
+from mixtron.launch.checkpoint_folder import check_shared_folder, remove_old
+from mixtron.launch.checkpoint_identity import (
+    converted_step,
+    refuse_changed_data,
+    refuse_changes,
 )
 from mixtron.launch.config import RunConfig, dump_config
-from mixtron.launch.data import TrainingData, ValidationData, compare_records
+from mixtron.launch.data import TrainingData, ValidationData
 from mixtron.launch.lifetime import lock_run_folder
 from mixtron.launch.loop import Progress, Run
+from mixtron.launch.saver import Saver
 from mixtron.launch.signals import StopFlag
 from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.model import build_model
@@ -39,6 +47,7 @@ def prepare(config: RunConfig, data: TrainingData, validation: dict[str, Validat
         device=device,
     )
     on_first(ranks, lambda: claim_run_folder(config))
+    on_first(ranks, lambda: refuse_full_disk(config))
     console = Console(soft_wrap=True, highlight=False)
     say = (lambda text: console.print(text, markup=False)) if ranks.is_first else lambda text: None
     stop = StopFlag()
@@ -57,9 +66,11 @@ def prepare(config: RunConfig, data: TrainingData, validation: dict[str, Validat
         compare_permutations(chunks, ranks)
     wrapped = wrap_model(chunks, parallel, ranks)
     optimizer = build_optimizer(wrapped, config.optimizer, ranks, bf16=bf16)
-    run = Run(config, ranks, wrapped, optimizer, data, validation, Progress(), stop, say)
+    saver = Saver(Path(config.run_dir) / "checkpoints", config.checkpoint, ranks, say)
+    run = Run(config, ranks, wrapped, optimizer, data, validation, Progress(), stop, saver, say)
     say(describe(config, ranks))
     resume(run)
+    saver.reserve(wrapped, optimizer)
     return run
 
 
@@ -78,29 +89,77 @@ def claim_run_folder(config: RunConfig) -> None:
             shutil.copyfile(folder / name, copy / name)
 
 
+def refuse_full_disk(config: RunConfig) -> None:
+    """Hours before the first save would find it out.
+
+    Raises:
+        ConfigError: less is free than one checkpoint takes.
+    """
+    from mixtron.launch.validate import checkpoint_bytes
+
+    needed, free = checkpoint_bytes(config), shutil.disk_usage(config.run_dir).free
+    if needed > free:
+        raise ConfigError(
+            f"run_dir={config.run_dir}: {free / 2**30:,.2f} GiB are free there, but a checkpoint "
+            f"takes {needed / 2**30:,.2f} GiB; make room or set run_dir to another file system"
+        )
+
+
 def resume(run: Run) -> None:
-    """Continues from the newest complete checkpoint, or says that the run starts anew."""
-    config, root = run.config, run.checkpoints
+    """Continues from the newest complete checkpoint, or from where a new run is told to start."""
+    config, root = run.config.checkpoint, run.saver.root
     if run.ranks.is_first:
         root.mkdir(parents=True, exist_ok=True)
     check_shared_folder(root, run.ranks)
     remove_old(root, None, run.ranks)
-    path = find_checkpoint(root, config.checkpoint.resume, run.ranks)
-    if path is None:
-        run.say(f"no checkpoint in {root}: starting from step 0")
-        return
+    path = find_checkpoint(root, config.resume, run.ranks)
+    if path is not None:
+        continue_from(run, path, branch=False)
+    elif config.branch_from is not None:
+        path = Path(config.branch_from)
+        check_checkpoint(path, run.ranks)
+        continue_from(run, path, branch=True)
+    elif config.init_from is not None:
+        start_with_weights(run, Path(config.init_from))
+    else:
+        run.say(f"no checkpoint in {root}: starting anew from step 0")
+
+
+def continue_from(run: Run, path: Path, *, branch: bool) -> None:
+    """Restores everything, or refuses what may not differ."""
+    config = run.config
+
+    def compare() -> tuple[int, list[str]]:
+        manifest = read_manifest(path)
+        state = manifest["state"]
+        step = converted_step(path, manifest, config, run.ranks.data_size, branch=branch)
+        notes = refuse_changes(path, manifest, config, branch=branch)
+        return step, notes + refuse_changed_data(path, state, config, run.data, branch=branch)
+
+    step, notes = on_first(run.ranks, compare)
+    for note in notes:
+        run.say(note)
     state = load_checkpoint(path, run.wrapped, run.optimizer, run.ranks)
-    differences = compare_records(state["data_record"], run.data.record())
-    if differences and not config.data.allow_changed:
-        raise ConfigError(
-            f"{path}: the data differ from the checkpoint's: {'; '.join(differences)}; "
-            "set data.allow_changed=true to go on with the data as they are now"
-        )
-    for difference in differences:
-        run.say(f"data changed since the checkpoint: {difference}")
     run.data.load_state_dict(state["data"])
     run.progress = Progress(**state["progress"])
-    run.say(f"resumed {path} after step {run.progress.step}")
+    said = f"{'branched from' if branch else 'resumed'} {path} after step {run.progress.step}"
+    if step != run.progress.step:
+        run.progress.step = step
+        run.progress.samples = step * config.global_batch_sequences
+        said += f", which is step {step} of this global batch"
+    run.saver.newest_step = step
+    run.say(said)
+
+
+def start_with_weights(run: Run, path: Path) -> None:
+    """Takes the weights of a checkpoint, and nothing else of it."""
+    check_checkpoint(path, run.ranks)
+    allowed = run.config.checkpoint.init_allow
+    drawn = load_weights(path, run.wrapped, run.ranks, allowed=allowed)
+    run.optimizer.reload_model_params()
+    for name in drawn:
+        run.say(f"checkpoint.init_allow: {name} differs and starts as drawn")
+    run.say(f"weights of {path}: starting from step 0")
 
 
 def describe(config: RunConfig, ranks: Ranks) -> str:

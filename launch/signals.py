@@ -4,7 +4,8 @@ import os
 import signal
 
 import torch
-import torch.distributed as dist
+
+from mixtron.launch.agreement import any_rank
 
 
 class StopFlag:
@@ -22,6 +23,4 @@ class StopFlag:
 
     def agreed(self, device: torch.device) -> bool:
         """Whether any rank was signalled. All ranks call it at the same point."""
-        flag = torch.tensor([int(self.signal is not None)], dtype=torch.int32, device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        return any_rank(device, self.signal is not None)[0]

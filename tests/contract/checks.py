@@ -20,6 +20,8 @@ from tests.contract.steps import (
     RankResult,
     Shard,
     logits_of_streams,
+    losses_of_steps,
+    resumed_step,
     saved_and_loaded,
     step,
     trained_weights,
@@ -152,6 +154,30 @@ def check_trained_weights(case: Case, layout: Layout, steps: int) -> None:
             allowed = DRIFT * moved + ROUNDING * float(expected.norm())
             what = f"rank {rank}: {name} after {steps} steps"
             assert error <= allowed, f"{what}: error {error:.2e} over {allowed:.2e}"
+
+
+def check_resume(case: Case, layouts: list[Layout], folder: Path) -> None:
+    """Steps taken each under another layout, from the checkpoint of the one before, are one rank's.
+
+    The last layout is one rank. Optimizer states come along: else the weights would move otherwise.
+    """
+    steps = len(layouts)
+    reference, losses = (
+        trained(case, ONE_RANK, steps)[0],
+        run_on_ranks(1, losses_of_steps, case, steps)[0],
+    )
+    path, weights = None, {}
+    for number, layout in enumerate(layouts, start=1):
+        ranks = run_on_ranks(layout.world_size, resumed_step, case, layout, path, folder, number)
+        path, loss, weights = ranks[0]
+        error = abs(loss - losses[number - 1])
+        assert error <= TOLERANCE * losses[number - 1], f"loss of step {number}, {layout.name}"
+    for name, start in results_of(case, ONE_RANK)[0].shards.items():
+        expected = reference[name].value
+        moved = float((expected - start.value).norm())
+        error = float((weights[name].value - expected).norm())
+        allowed = DRIFT * moved + ROUNDING * float(expected.norm())
+        assert error <= allowed, f"{name}: error {error:.2e} over {allowed:.2e}"
 
 
 def check_layers_differ(reference: RankResult) -> None:

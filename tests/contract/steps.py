@@ -11,14 +11,14 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from mixtron.launch.checkpoint import load_weights, save_checkpoint
+from mixtron.launch.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from mixtron.launch.config import RunConfig
 from mixtron.launch.data import Sample
 from mixtron.launch.micro_batch import MicroBatch, collate, run_micro_batches
 from mixtron.megatron_ext.model import build_model, forward, global_parameters
 from mixtron.megatron_ext.optimizer import build_optimizer, clip_and_step, wrap_model
 from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
-from tests.contract.cases import Case, Layout
+from tests.contract.cases import ONE_RANK, Case, Layout
 from tests.contract.faults import injected
 
 
@@ -197,6 +197,40 @@ def saved_and_loaded(
             config={},
         )
         return report.path, model.shards(), run_logits(model, batches)
+
+
+def losses_of_steps(case: Case, steps: int) -> list[float]:
+    """The loss in each step on one rank."""
+    with injected(case.fault):
+        model = build(case, ONE_RANK)
+        batches = micro_batches(case, ONE_RANK, model)
+        losses = []
+        for _ in range(steps):
+            loss_sum, tokens = accumulate_gradients(model, batches)
+            clip_and_step(model.optimizer, model.config.optimizer.clip_grad_norm)  # type: ignore
+            losses.append(loss_sum / tokens)
+        return losses
+
+
+def resumed_step(
+    case: Case, layout: Layout, source: Path | None, folder: Path, number: int
+) -> tuple[Path, float, dict[str, Shard]]:
+    """Optimizer step `number` from checkpoint `source` (None: the first), then a checkpoint.
+
+    Returns:
+        The new checkpoint, the loss in the step and the weights after it.
+    """
+    with injected(case.fault):
+        model = build(case, layout, seed=3 if source is None else 3 + number)
+        optimizer: Any = model.optimizer
+        if source is not None:
+            load_checkpoint(source, model.wrapped, optimizer, model.ranks)
+        batches = micro_batches(case, layout, model)
+        loss_sum, tokens = accumulate_gradients(model, batches)
+        clip_and_step(optimizer, model.config.optimizer.clip_grad_norm)
+        parts = (model.wrapped, optimizer, model.ranks)
+        report = save_checkpoint(folder, number, *parts, state={}, config={})
+        return report.path, loss_sum / tokens, model.shards()
 
 
 def run_logits(model: Model, batches: list[MicroBatch]) -> list[Tensor]:

@@ -5,8 +5,10 @@ import pytest
 from tests.contract.cases import (
     ALIGNED,
     CP2,
+    DP2,
     MIXERS,
     ONE_RANK,
+    PP2,
     RAGGED,
     TP2,
     TP2_SP,
@@ -21,6 +23,7 @@ from tests.contract.checks import (
     check_parameter_count,
     check_replicas_equal,
     check_reshard,
+    check_resume,
     check_trained_weights,
     results_of,
     trained,
@@ -72,3 +75,9 @@ def test_predicted_parameter_count_is_the_models(mixer):
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_checkpoint_changes_tensor_ranks_and_back(mixer, tmp_path):
     check_reshard(Case(mixer), TP2, tmp_path)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_training_goes_on_through_every_layout(mixer, tmp_path):
+    context = [layout for layout in layouts_of(mixer) if layout == CP2]
+    check_resume(Case(mixer), [ONE_RANK, TP2, PP2, *context, DP2, ONE_RANK], tmp_path)

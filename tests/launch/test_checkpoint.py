@@ -9,18 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem
 
-from mixtron.launch import checkpoint
+from mixtron.launch import checkpoint, checkpoint_folder, checkpoint_writer
 from mixtron.launch.checkpoint import (
-    check_shared_folder,
     find_checkpoint,
     load_checkpoint,
     load_weights,
-    remove_old,
     save_checkpoint,
 )
 from mixtron.launch.checkpoint_files import CheckpointError, list_checkpoints, read_manifest
+from mixtron.launch.checkpoint_folder import check_shared_folder, remove_old
 from mixtron.megatron_ext.config import ParallelConfig
 from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
 from tests.helpers.ranks import RankFailure, run_on_ranks
@@ -201,6 +199,22 @@ def test_weights_load_without_the_optimizer(one_rank, world_size, parallel):
         assert loss == pytest.approx(history[3][0], abs=1e-6)
 
 
+def reload_and_replay(root: Path):
+    """Six steps, and the last three once more from the checkpoint of the third, in one process."""
+    run = build(ONE, ffn_hidden_size=67, dropout=0.1)
+    run.train(3)
+    save(run, root)
+    first = run.train(3), run.sha256()
+    load_checkpoint(root / "step_00000003", run.wrapped, run.optimizer, run.ranks)
+    run.step = 3
+    return first, (run.train(3), run.sha256())
+
+
+def test_a_reload_in_the_same_process_replays_the_same_steps(tmp_path):
+    for first, again in run_on_ranks(2, reload_and_replay, tmp_path):
+        assert first == again
+
+
 def learning_rates(root: Path):
     run = resumed(root, ONE)
     return {group["lr"] for group in run.optimizer.param_groups}
@@ -334,15 +348,15 @@ def die_while_saving(root: Path):
     run = resumed(root, ONE)
     run.train(1)
     if run.ranks.world_rank == 1:
-        write_item, written = filesystem._write_item, []
+        write_piece, written = checkpoint_writer.write_piece, []
 
-        def write(*args, **kwargs):
+        def write(*args):
             written.append(1)
             if len(written) == 50:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return write_item(*args, **kwargs)
+            write_piece(*args)
 
-        filesystem._write_item = write
+        checkpoint_writer.write_piece = write
     save(run, root)
 
 
@@ -502,7 +516,7 @@ def test_the_newest_complete_checkpoints_are_kept(tmp_path, two_saves):
 def check_shared(roots: list[Path]):
     ranks = world()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "SHARED_FOLDER_WAIT_S", 0.2)
+        patch.setattr(checkpoint_folder, "SHARED_FOLDER_WAIT_S", 0.2)
         return check_shared_folder(roots[ranks.world_rank], ranks)
 
 

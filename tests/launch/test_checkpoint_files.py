@@ -29,7 +29,7 @@ def save(root, step, content=b"weights"):
     file = temporary / "__0_0.distcp"
     file.write_bytes(content * step)
     files = {file.name: sync_and_hash(file)}
-    return commit(temporary, step, {"format": 1, "step": step, "files": files})
+    return commit(temporary, step, {"format_version": 2, "step": step, "files": files})
 
 
 def die_after(calls: int, monkeypatch) -> None:
@@ -163,9 +163,9 @@ def test_an_altered_file_of_the_same_size_is_seen_by_its_hash(tmp_path):
 
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "FORMAT", 2)
     path = save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="format 1; this version reads format 2"):
+    monkeypatch.setattr(checkpoint_files, "FORMAT_VERSION", 1)
+    with pytest.raises(CheckpointError, match=r"format_version 2; this version .* up to 1"):
         read_manifest(path)
 
 

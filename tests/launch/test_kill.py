@@ -74,10 +74,11 @@ def kill_and_compare(
     draw = random.Random(seed)
     run_dir = folder / "run"
     config = write_config(folder / "config.yaml", small_config(corpus, run_dir))
-    for _ in range(kills):
+    for kill in range(kills):
         complete = [c.step for c in list_checkpoints(run_dir / "checkpoints") if c.complete]
         assert STEPS not in complete, "the run ended before all kills: give it more steps"
-        job = start_job(config, run_dir, JOB)
+        mode = f"checkpoint.asynchronous={'true' if kill % 2 else 'false'}"
+        job = start_job(config, run_dir, [*JOB, mode])
         job.wait_for_step(max([0, *complete]) + draw.randint(1, SAVE_EVERY))
         time.sleep(draw.uniform(0, 0.1))
         job.kill()

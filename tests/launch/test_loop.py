@@ -77,7 +77,7 @@ def test_endless_skipping_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_p
     for result in results:
         assert result["code"] == 1
         assert "not finite in steps 4 to 6" in result["failure"]
-        assert "newest checkpoint is of step 2" in result["failure"]
+        assert "the last good step is 2" in result["failure"]
     names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step_*"))
     assert names == ["step_00000002"]
 
