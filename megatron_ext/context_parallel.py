@@ -55,6 +55,12 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
+def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[n, ...] of every rank as [cp, n, ...]. Backward returns to each rank the sum of its
+    gradients, so every rank's result must be in a graph that backward passes."""
+    return _Gather.apply(x, group)  # type: ignore[return-value]
+
+
 def state_before(
     transition_BJKE: Tensor, write_BJKV: Tensor, starts_document: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
