@@ -7,6 +7,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mixtron.megatron_ext.cache import Cache
+from mixtron.megatron_ext.scalars import Scalars
 
 
 @dataclass(kw_only=True, eq=False)
@@ -34,6 +35,10 @@ class Batch(PackedSeqParams):
     """Decoding: filled by a stream of one whole sequence, or advanced by one of a token each."""
     decoding: bool = False
     """The stream holds the next token of each of the cache's sequences."""
+    scalars: Scalars | None = None
+    """Where layers report what is logged of this step; None when nothing is."""
+    token_kinds: dict[str, Tensor] = field(default_factory=dict)
+    """[T/cp] bool each: kinds of tokens that reports tell apart."""
     _rope: dict = field(default_factory=dict)
 
     @property

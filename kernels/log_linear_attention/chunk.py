@@ -55,13 +55,8 @@ def log_linear_attention_chunk(
     the device.
     """
     B, T, _, K = q_BTHK.shape
-    J, V = v_BTJV.shape[2:]
-    dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
+    J = v_BTJV.shape[2]
     states_BSJKV = initial_states_BSJKV
-    if states_BSJKV is None:
-        shape = (B, lambda_BTJL.shape[-1], J, K, V)
-        states_BSJKV = torch.zeros(shape, dtype=dtype, device=q_BTHK.device)
-    states_BSJKV = states_BSJKV.to(dtype)
     if scale is None:
         scale = 1 / math.sqrt(K)
     chunks = chunk_tokens(lengths or [T], initial_position, chunk_length)
@@ -150,9 +145,9 @@ def _on(device: torch.device, x: np.ndarray) -> Tensor:
 
 def _chunked(x_BTJX: Tensor, chunks: Chunks, value_heads: int, dtype: torch.dtype) -> Tensor:
     """[B, T, heads, X] to [B, J, N, C, X]; empty slots hold zeros: no write, no decay."""
-    slots = x_BTJX.index_select(1, _on(x_BTJX.device, chunks.token_of_slot)).to(dtype)
-    slots = slots * _on(x_BTJX.device, chunks.filled)[:, None, None]
-    x_BTJX = to_value_heads(slots, value_heads)
+    x_BTJX = x_BTJX.index_select(1, _on(x_BTJX.device, chunks.token_of_slot)).to(dtype)
+    empty_T11 = _on(x_BTJX.device, ~chunks.filled)[:, None, None]
+    x_BTJX = to_value_heads(x_BTJX.masked_fill(empty_T11, 0), value_heads)
     return x_BTJX.unflatten(1, (len(chunks.index), -1)).permute(0, 3, 1, 2, 4).contiguous()
 
 
@@ -199,12 +194,16 @@ def _segment(
     log_decay_BTJ: Tensor,
     beta_BTJ: Tensor | None,
     lambda_BTJL: Tensor,
-    states_BSJKV: Tensor,
+    states_BSJKV: Tensor | None,
     chunks: Chunks,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The outputs, and the states before the chunk that follows the last."""
-    dtype, J = states_BSJKV.dtype, v_BTJV.shape[2]
+    dtype, (B, _, J, V) = torch.promote_types(q_BTHK.dtype, torch.float32), v_BTJV.shape
+    if states_BSJKV is None:
+        shape = (B, lambda_BTJL.shape[-1], J, q_BTHK.shape[-1], V)
+        states_BSJKV = torch.zeros(shape, dtype=dtype, device=q_BTHK.device)
+    states_BSJKV = states_BSJKV.to(dtype)
     q, k, v, log_decay, lambda_ = (
         _chunked(x, chunks, J, dtype)
         for x in (q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ.unsqueeze(-1), lambda_BTJL)

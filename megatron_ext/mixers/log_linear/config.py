@@ -125,12 +125,52 @@ class Config(MixerConfig):
     def activation_bytes_per_token(
         self, hidden_size: int, tensor: int, bytes_per_element: int
     ) -> float:
-        return 1.0
+        K, V, J, L = self.key_dim, self.value_dim, self.value_heads, self.L
+        key, value = self.heads * K, J * V
+        # The projection's output, of which gate, decay and levels are views; the convolution's
+        # input and output, and SiLU's output, of which q, k and v are views.
+        elements = sum(self.components().values()) + 3 * sum(self.convolved().values())
+        if self.base == "gated_linear":
+            # The input scaled by dt; the op's output with the skip, SiLU(gate), their product, the
+            # norm's output, and that times its weight. Softplus and the log decay; statistics.
+            elements += 6 * value
+            fp32 = 3 * J + self.heads
+        else:
+            # The op's output, the norm's, SiLU(gate), and their product; q and k normalised. Before
+            # their division and their norms; softplus and the log decay, beta, and statistics.
+            elements += 4 * value + 2 * key
+            fp32 = 2 * (key + 2 * self.heads) + 5 * J
+        # d and lambda; softplus' input; the network's hidden layer.
+        of_levels = {"fixed": 0, "linear": 3, "mlp_softplus": 5, "mlp_softmax": 4}
+        fp32 += of_levels[self.level_weights] * J * L
+        if self.mlp_activation == "gelu":
+            fp32 += 2 * J * L
+        return (elements * bytes_per_element + 4 * fp32) / tensor
 
     def working_bytes(
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
     ) -> float:
-        return 1.0
+        K, V, J, L = self.key_dim, self.value_dim, self.value_heads, self.L
+        key, value = self.heads * K, J * V
+        # Backward recomputes a segment of chunks in fp32, and holds this much of each at its worst
+        # moment (seen in kernels/log_linear_attention/chunk.py).
+        chunks = tokens / CHUNK * J / tensor
+        larger = max(0, L - CHUNK.bit_length())
+        chunk = 5 * CHUNK * K + 4 * CHUNK * V + 6 * CHUNK**2 + 3 * K * V
+        chunk += larger * (5 * K * V + CHUNK * K)
+        if self.base == "gated_delta":
+            chunk += 3 * CHUNK * K + 5 * CHUNK**2 + 4 * K**2 + larger * 3 * K**2
+        segment = 4 * min(chunks, SEGMENT_CHUNKS) * chunk
+        # The gradients of the later segments' inputs are there by then.
+        later = 1 - min(1, SEGMENT_CHUNKS / chunks)
+        inputs = (2 * key + value) * bytes_per_element + 4 * J * (L + 2)
+        gradients = later * tokens / tensor * inputs
+        # What followed the op is gone, in its stead there are gradients of output and gate.
+        gone = 2 * tokens / tensor * value * bytes_per_element
+        # The convolution's: gradients of its output, of its input, and one shifted, in fp32; what
+        # the op and SiLU kept is gone.
+        convolved = tokens / tensor * sum(self.convolved().values()) * (3 * 4 - bytes_per_element)
+        return max(segment + gradients - gone, convolved)
 
     def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
         """For documents that begin where a rank does: the nodes of a rank's own tokens. Others

@@ -29,6 +29,7 @@ from mixtron.megatron_ext.parameters import (
     draw_log_decay_rate,
     replicated,
 )
+from mixtron.megatron_ext.scalars import Scalars
 
 
 class Mixer(ShardedModule):
@@ -87,6 +88,8 @@ class Mixer(ShardedModule):
         self._require_levels(batch.max_seqlen)
         q_BTHK, writes, v_BTJV = self._inputs(self.convolution(raw_TBE, batch), parts)
         lambda_BTJL = self._lambda(parts)
+        if batch.scalars is not None:
+            self._report(lambda_BTJL, batch, batch.scalars)
         share = share_of(batch.lengths, batch.context_rank, batch.context_size)
         documents = {"lengths": share.lengths, "initial_position": share.position}
         states_BSJKV = None
@@ -161,6 +164,18 @@ class Mixer(ShardedModule):
         rows_BTE = parts["decay"].transpose(0, 1)
         d_BTE = parts["levels"].transpose(0, 1) if "levels" in parts else None
         return self.level_weights(d_BTE, rows_BTE.shape[:2])
+
+    def _report(self, lambda_BTJL: Tensor, batch: Batch, scalars: Scalars) -> None:
+        """The mean lambda of each level, over the tokens for which it holds anything."""
+        J, L = lambda_BTJL.shape[2:]
+        bit = torch.arange(L - 1, device=lambda_BTJL.device)
+        held_TL = F.pad(batch.position_ids[:, None] >> bit & 1, (1, 0), value=1)
+        everything = torch.ones_like(batch.position_ids)
+        for kind, tokens_T in {"all": everything, **batch.token_kinds}.items():
+            counted_TL = (held_TL * tokens_T[:, None]).float()
+            names = (f"lambda_{kind}/layer_{self.layer_number}/level_{i}" for i in range(L))
+            sums_L = torch.einsum("btjl,tl->l", lambda_BTJL.detach(), counted_TL)
+            scalars.add(tuple(names), sums_L, J * counted_TL.sum(0))
 
     def _skipped(self, o_BTJV: Tensor, v_BTJV: Tensor) -> Tensor:
         """o + D v, in Mamba-2's form."""
