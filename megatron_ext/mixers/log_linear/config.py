@@ -76,9 +76,10 @@ class Config(MixerConfig):
     def components(self) -> dict[str, int]:
         """Rows of the fused input projection."""
         value = self.value_heads * self.value_dim
-        rows = {**self.convolved(), "gate": value, "decay": self.value_heads}
+        rows = {**self.convolved(), "gate": value}
         if self.base == "gated_delta":
             rows["step_size"] = self.value_heads
+        rows["decay"] = self.value_heads
         if self.level_weights != "fixed":
             rows["levels"] = self.value_heads * self.L
         return rows
