@@ -160,7 +160,7 @@ class Config(MixerConfig):
         chunk = 5 * CHUNK * K + 4 * CHUNK * V + 6 * CHUNK**2 + 3 * K * V
         chunk += larger * (5 * K * V + CHUNK * K)
         if self.base == "gated_delta":
-            chunk += 3 * CHUNK * K + 5 * CHUNK**2 + 4 * K**2 + larger * 3 * K**2
+            chunk += 2 * CHUNK * K + 5 * CHUNK**2 + K**2 + larger * 2 * K**2
         segment = 4 * min(chunks, SEGMENT_CHUNKS) * chunk
         # The gradients of the later segments' inputs are there by then.
         later = 1 - min(1, SEGMENT_CHUNKS / chunks)
