@@ -1,4 +1,5 @@
-"""What the recurrent ops share: the checks of their arguments, document starts, the chunk scan."""
+"""What the recurrent ops share: the checks of their arguments, document starts, decays, chunk maps
+one after another."""
 
 from collections.abc import Callable, Sequence
 
@@ -99,3 +100,36 @@ def scan_chunks(
         before_BJNKV = torch.cat([before_BJNKV, state_BJKV.unsqueeze(2)], dim=2)
         state_BJKV = apply(transition_BJNKE[:, :, -1], state_BJKV) + write_BJNKV[:, :, -1]
     return before_BJNKV, state_BJKV
+
+
+def compose_chunks(
+    transition_BJNKE: Tensor, write_BJNKV: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The maps of all chunks one after another as one, by neighbouring pairs.
+
+    `apply` as in `scan_chunks`; the writes may have dimensions before B. Returns [B, J, K, E] and
+    [..., B, J, K, V].
+    """
+    while (N := transition_BJNKE.shape[-3]) > 1:
+        paired = N - N % 2
+        first, second = (transition_BJNKE[..., i:paired:2, :, :] for i in (0, 1))
+        first_write, second_write = (write_BJNKV[..., i:paired:2, :, :] for i in (0, 1))
+        composed, composed_write = apply(second, first), apply(second, first_write) + second_write
+        if paired < N:
+            composed = torch.cat([composed, transition_BJNKE[..., -1:, :, :]], dim=-3)
+            composed_write = torch.cat([composed_write, write_BJNKV[..., -1:, :, :]], dim=-3)
+        transition_BJNKE, write_BJNKV = composed, composed_write
+    return transition_BJNKE[..., 0, :, :], write_BJNKV[..., 0, :, :]
+
+
+def decay_between(log_decay_BJNCE: Tensor) -> Tensor:
+    """[B, J, N, E, C, C]: exp(sum over j < m <= i of log_decay_m), 0 for j > i.
+
+    Each entry is a sum, not a difference of two prefix sums: no cancellation beside strong decays,
+    and log decays of -inf (document starts) give 0, not NaN.
+    """
+    C = log_decay_BJNCE.shape[-2]
+    of_token_BJNECC = log_decay_BJNCE.mT.unsqueeze(-1).expand(*log_decay_BJNCE.mT.shape, C)
+    sums_BJNECC = of_token_BJNECC.tril(-1).cumsum(-2)
+    future_CC = torch.ones(C, C, dtype=torch.bool, device=sums_BJNECC.device).triu(1)
+    return sums_BJNECC.masked_fill(future_CC, float("-inf")).exp()

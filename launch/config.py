@@ -183,6 +183,12 @@ class RunConfig(Section):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _mixers_of_this_length(self):
+        for name, mixer in self.mixers.items():
+            self.mixers[name] = mixer.for_sequence_length(name, self.data.sequence_length)
+        return self
+
     @property
     def global_batch_sequences(self) -> int:
         return self.training.global_batch_tokens // self.data.sequence_length
@@ -284,7 +290,8 @@ def _valid_keys(parents: list, raw: dict) -> list[str]:
     model: Any = RunConfig
     for i, part in enumerate(parents):
         if parents[0] == "mixers" and i == 1:
-            return list(mixer_configs()[raw["mixers"][part]["type"]].model_fields)
+            fields = mixer_configs()[raw["mixers"][part]["type"]].model_fields
+            return [field.alias or name for name, field in fields.items()]
         annotation = (
             model.model_fields[part].annotation
             if isinstance(part, str)

@@ -23,6 +23,7 @@ from mixtron.launch.schedule import learning_rate
 from mixtron.launch.signals import StopFlag
 from mixtron.megatron_ext.optimizer import clip_and_step, set_learning_rate
 from mixtron.megatron_ext.parallel import Ranks
+from mixtron.megatron_ext.scalars import Scalars
 
 
 class TrainingError(Exception):
@@ -141,10 +142,11 @@ def train_step(run: Run) -> dict[str, float]:
 
     plan = run.data.next(config.global_batch_sequences)
     per_micro = config.training.micro_batch_sequences
+    scalars = Scalars() if step % config.logging.every_steps == 0 else None
     micro_batches = []
     for first in range(ranks.data_rank * per_micro, len(plan), ranks.data_size * per_micro):
         samples = [run.data.read(entry) for entry in plan[first : first + per_micro]]
-        micro_batches.append(collate(samples, step, ranks))
+        micro_batches.append(collate(samples, step, ranks, scalars))
     loss_sum, tokens = run_micro_batches(run.wrapped, config, ranks, micro_batches, train=True)
     loss = loss_sum / max(tokens, 1)
     grad_norm, applied = math.nan, False
@@ -162,6 +164,7 @@ def train_step(run: Run) -> dict[str, float]:
         "train/grad_norm": grad_norm,
         "train/tokens": progress.tokens,
         "train/skipped_steps": progress.skipped_steps,
+        **({} if scalars is None else scalars.means(ranks.groups)),
     }
 
 

@@ -15,6 +15,7 @@ from mixtron.launch.data import Sample
 from mixtron.megatron_ext.batch import Batch, make_batch
 from mixtron.megatron_ext.model import forward
 from mixtron.megatron_ext.parallel import Ranks
+from mixtron.megatron_ext.scalars import Scalars
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,13 @@ class MicroBatch:
     batch: Batch
 
 
-def collate(samples: list[Sample], step: int, ranks: Ranks) -> MicroBatch:
-    """Flattens samples to one stream, in which each sample also begins a document."""
+def collate(
+    samples: list[Sample], step: int, ranks: Ranks, scalars: Scalars | None = None
+) -> MicroBatch:
+    """Flattens samples to one stream, in which each sample also begins a document.
+
+    Into `scalars` the layers report; tokens whose label counts are told apart from the others.
+    """
     sequence = samples[0].tokens[:-1].size
     lengths = [
         int(length)
@@ -49,10 +55,14 @@ def collate(samples: list[Sample], step: int, ranks: Ranks) -> MicroBatch:
         stream = torch.from_numpy(np.concatenate(list(arrays))[mine])
         return stream[None].to(ranks.device, non_blocking=True)
 
+    mask_BT = local(s.label_mask for s in samples)
+    if scalars is not None:
+        batch.scalars = scalars
+        batch.token_kinds = {"scored": mask_BT[0], "unscored": ~mask_BT[0]}
     return MicroBatch(
         tokens_BT=local(s.tokens[:-1] for s in samples),
         labels_BT=local(s.tokens[1:] for s in samples),
-        mask_BT=local(s.label_mask for s in samples),
+        mask_BT=mask_BT,
         batch=batch,
     )
 

@@ -9,6 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mixtron.megatron_ext.cache import Cache
+from mixtron.megatron_ext.scalars import Scalars
 
 EVALUATION_STEP = 0
 """The step of every batch that is not trained on: evaluation and decoding always draw the same."""
@@ -40,6 +41,10 @@ class Batch(PackedSeqParams):
     decoding: bool = False
     """The stream holds the next token of each of the cache's sequences."""
     _shared: dict = field(default_factory=dict)
+    scalars: Scalars | None = None
+    """Where layers report what is logged of this step; None when nothing is."""
+    token_kinds: dict[str, Tensor] = field(default_factory=dict)
+    """[T/cp] bool each: kinds of tokens that reports tell apart."""
 
     @property
     def local_cu_seqlens(self) -> Tensor:

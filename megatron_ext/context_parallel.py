@@ -103,6 +103,12 @@ class _EndGather(torch.autograd.Function):
         return sent, None, None
 
 
+def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[n, ...] of every rank as [cp, n, ...]. Backward returns to each rank the sum of its
+    gradients, so every rank's result must be in a graph that backward passes."""
+    return _Gather.apply(x, group)  # type: ignore[return-value]
+
+
 class StateExchange:
     """The recurrent state [B, J, K, V] fp32 that the ranks before this one leave to it.
 

@@ -9,7 +9,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mixtron.kernels.delta_rule.decode import StepSize
-from mixtron.kernels.recurrence import document_starts, scan_chunks, to_value_heads
+from mixtron.kernels.recurrence import (
+    compose_chunks,
+    decay_between,
+    document_starts,
+    scan_chunks,
+    to_value_heads,
+)
 
 CHUNK_LENGTH = 64
 SEGMENT_CHUNKS = 2048
@@ -158,7 +164,7 @@ def _chunk_maps(
         )
     )
     from_start_BJNC1 = log_decay_BJNC1.cumsum(-2).exp()
-    between_BJNCC = _decay_between(log_decay_BJNC1)
+    between_BJNCC = decay_between(log_decay_BJNC1).squeeze(-3)
     to_end_BJNC1 = between_BJNCC[..., -1:, :].mT
 
     interaction_BJNCC = (eta_BJNC1 * between_BJNCC * (k @ k.mT)).tril(-1)
@@ -222,7 +228,7 @@ def _segment_map(
     """The chunks' maps composed into one."""
     dtype = torch.promote_types(k_BTHK.dtype, torch.float32)
     maps = _chunk_maps(k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ, dtype, step_size, eps, chunk_length)
-    return _compose(maps.transition_BJNKK, maps.write_BJNKV)
+    return compose_chunks(maps.transition_BJNKK, maps.write_BJNKV, torch.matmul)
 
 
 def _rescaling(k_BTJK: Tensor, eta_BTJ1: Tensor, step_size: StepSize, eps: float) -> Tensor:
@@ -242,29 +248,3 @@ def _chunked(x_BTJE: Tensor, chunk_length: int) -> Tensor:
     padding = -x_BTJE.shape[1] % chunk_length
     x_BTJE = F.pad(x_BTJE, (0, 0, 0, 0, 0, padding))
     return x_BTJE.unflatten(1, (-1, chunk_length)).permute(0, 3, 1, 2, 4).contiguous()
-
-
-def _decay_between(log_decay_BJNC1: Tensor) -> Tensor:
-    """[B, J, N, C, C]: exp(sum over j < m <= i of log_decay_m), 0 for j > i.
-
-    Each entry is a sum, not a difference of two prefix sums: no cancellation beside strong decays,
-    and log decays of -inf (document starts) give 0, not NaN.
-    """
-    C = log_decay_BJNC1.shape[-2]
-    sums_BJNCC = log_decay_BJNC1.expand(*log_decay_BJNC1.shape[:-1], C).tril(-1).cumsum(-2)
-    future_CC = torch.ones(C, C, dtype=torch.bool, device=sums_BJNCC.device).triu(1)
-    return sums_BJNCC.masked_fill(future_CC, float("-inf")).exp()
-
-
-def _compose(transition_BJNKK: Tensor, write_BJNKV: Tensor) -> tuple[Tensor, Tensor]:
-    """The map of all chunks one after another, by neighbouring pairs."""
-    while (N := transition_BJNKK.shape[2]) > 1:
-        paired = N - N % 2
-        first, second = (transition_BJNKK[:, :, i:paired:2] for i in (0, 1))
-        first_write, second_write = (write_BJNKV[:, :, i:paired:2] for i in (0, 1))
-        composed, composed_write = second @ first, second @ first_write + second_write
-        if paired < N:
-            composed = torch.cat([composed, transition_BJNKK[:, :, -1:]], dim=2)
-            composed_write = torch.cat([composed_write, write_BJNKV[:, :, -1:]], dim=2)
-        transition_BJNKK, write_BJNKV = composed, composed_write
-    return transition_BJNKK[:, :, 0], write_BJNKV[:, :, 0]

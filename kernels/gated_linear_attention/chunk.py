@@ -12,7 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mixtron.kernels.recurrence import document_starts, scan_chunks, to_value_heads
+from mixtron.kernels.recurrence import (
+    decay_between,
+    document_starts,
+    scan_chunks,
+    to_value_heads,
+)
 
 HEAD_CHUNK_LENGTH = 64
 CHANNEL_CHUNK_LENGTH = 16
@@ -159,21 +164,8 @@ def _states(
 
 def _scores(q_BJNCK: Tensor, k_BJNCK: Tensor, log_decay_BJNCE: Tensor) -> Tensor:
     """[B, J, N, C, C]: <q_i, k_j>, each channel decayed from after token j to i; 0 for j > i."""
-    between_BJNECC = _decay_between(log_decay_BJNCE)
+    between_BJNECC = decay_between(log_decay_BJNCE)
     if between_BJNECC.shape[-3] == 1:
         return between_BJNECC.squeeze(-3) * (q_BJNCK @ k_BJNCK.mT)
     q_BJNKC1, k_BJNK1C = q_BJNCK.mT.unsqueeze(-1), k_BJNCK.mT.unsqueeze(-2)
     return (between_BJNECC * q_BJNKC1 * k_BJNK1C).sum(-3)
-
-
-def _decay_between(log_decay_BJNCE: Tensor) -> Tensor:
-    """[B, J, N, E, C, C]: exp(sum over j < m <= i of log_decay_m), 0 for j > i.
-
-    Each entry is a sum, not a difference of two prefix sums: no cancellation beside strong decays,
-    and log decays of -inf (document starts) give 0, not NaN.
-    """
-    C = log_decay_BJNCE.shape[-2]
-    of_token_BJNECC = log_decay_BJNCE.mT.unsqueeze(-1).expand(*log_decay_BJNCE.mT.shape, C)
-    sums_BJNECC = of_token_BJNECC.tril(-1).cumsum(-2)
-    future_CC = torch.ones(C, C, dtype=torch.bool, device=sums_BJNECC.device).triu(1)
-    return sums_BJNECC.masked_fill(future_CC, float("-inf")).exp()

@@ -6,7 +6,7 @@ what the mixer refuses. `Mixer` (a Megatron module, see `module.py` of any mixer
 [T, 1, D] to [T, 1, D] under tensor, sequence and context parallelism.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -22,6 +22,14 @@ class MixerConfig(BaseModel):
 
     context_parallel: ClassVar[bool] = False
     """Whether the mixer runs with its sequence split over ranks."""
+
+    def for_sequence_length(self, name: str, sequence_length: int) -> Self:
+        """The options as they are in a run with samples of this many tokens.
+
+        Raises:
+            ValueError: they do not fit, naming the key (`mixers.<name>.<field>`) and the value.
+        """
+        return self
 
     def parameters(self, hidden_size: int) -> dict[str, int]:
         """Trainable parameters of one layer's mixer by part, over all tensor-parallel ranks."""

@@ -1,0 +1,1 @@
+"""Log-linear attention with adaptive memory decay."""
