@@ -12,7 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from mixtron.launch import exit_codes
 from mixtron.launch.checkpoint import remove_old, save_checkpoint
 from mixtron.launch.config import RunConfig
-from mixtron.launch.data import TrainingData, ValidationData
+from mixtron.launch.data import AnyTraining, AnyValidation
 from mixtron.launch.estimate import peak_flops, training_flops_per_token
 from mixtron.launch.evaluate import evaluate
 from mixtron.launch.metrics import Metrics, step_line
@@ -48,8 +48,8 @@ class Run:
     ranks: Ranks
     wrapped: list
     optimizer: MegatronOptimizer
-    data: TrainingData
-    validation: dict[str, ValidationData]
+    data: AnyTraining
+    validation: dict[str, AnyValidation]
     progress: Progress
     stop: StopFlag
     say: Callable[[str], None]

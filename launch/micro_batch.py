@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mixtron.launch.config import RunConfig
-from mixtron.launch.data import Sample
+from mixtron.launch.data import AnySample
 from mixtron.megatron_ext.batch import Batch, make_batch
 from mixtron.megatron_ext.model import forward
 from mixtron.megatron_ext.parallel import Ranks
@@ -27,9 +27,9 @@ class MicroBatch:
     batch: Batch
 
 
-def collate(samples: list[Sample], step: int, ranks: Ranks) -> MicroBatch:
+def collate(samples: list[AnySample], step: int, ranks: Ranks) -> MicroBatch:
     """Flattens samples to one stream, in which each sample also begins a document."""
-    sequence = samples[0].tokens[:-1].size
+    sequence = samples[0].inputs.size
     lengths = [
         int(length)
         for sample in samples
@@ -50,8 +50,8 @@ def collate(samples: list[Sample], step: int, ranks: Ranks) -> MicroBatch:
         return stream[None].to(ranks.device, non_blocking=True)
 
     return MicroBatch(
-        tokens_BT=local(s.tokens[:-1] for s in samples),
-        labels_BT=local(s.tokens[1:] for s in samples),
+        tokens_BT=local(s.inputs for s in samples),
+        labels_BT=local(s.labels for s in samples),
         mask_BT=local(s.label_mask for s in samples),
         batch=batch,
     )

@@ -12,8 +12,8 @@ from mixtron.launch.checkpoint import (
     load_checkpoint,
     remove_old,
 )
-from mixtron.launch.config import RunConfig, dump_config
-from mixtron.launch.data import TrainingData, ValidationData, compare_records
+from mixtron.launch.config import DataConfig, RunConfig, dump_config
+from mixtron.launch.data import AnyTraining, AnyValidation, compare_records
 from mixtron.launch.lifetime import lock_run_folder
 from mixtron.launch.loop import Progress, Run
 from mixtron.launch.signals import StopFlag
@@ -25,7 +25,7 @@ from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_pa
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def prepare(config: RunConfig, data: TrainingData, validation: dict[str, ValidationData]) -> Run:
+def prepare(config: RunConfig, data: AnyTraining, validation: dict[str, AnyValidation]) -> Run:
     """All ranks call it. Raises errors with an exit code for what a person must mend."""
     device = init_distributed()
     parallel, training = config.parallel, config.training
@@ -66,7 +66,11 @@ def claim_run_folder(config: RunConfig) -> None:
     lock_run_folder(run_dir)
     (run_dir / "exit.json").unlink(missing_ok=True)
     dump_config(config, run_dir / "config.yaml")
-    tokenizer, copy = Path(config.data.tokenizer), run_dir / "tokenizer"
+    if isinstance(config.data, DataConfig):
+        copy_tokenizer(Path(config.data.tokenizer), run_dir / "tokenizer")
+
+
+def copy_tokenizer(tokenizer: Path, copy: Path) -> None:
     copy.mkdir(exist_ok=True)
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     names = [tokenizer.name] if tokenizer.suffix == ".model" else TOKENIZER_FILES
