@@ -59,7 +59,7 @@ def evaluate_run(
 def trained_task(config: RunConfig, task_class: type[Task]) -> Task:
     """The task as the run was trained on it, or with its defaults if it was not."""
     trained = config.data.synthetic if isinstance(config.data, SyntheticDataConfig) else None
-    return trained if isinstance(trained, task_class) else task_class()
+    return trained if isinstance(trained, task_class) else task_class.model_validate({})
 
 
 def grid_of(assignments: list[str]) -> dict[str, list]:

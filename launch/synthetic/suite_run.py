@@ -7,8 +7,6 @@ import time
 import traceback
 from collections.abc import Iterator
 
-import torch.distributed as dist
-
 from mixtron.launch import exit_codes
 from mixtron.launch.data import open_data
 from mixtron.launch.loop import Run, train
@@ -61,15 +59,12 @@ class Worker:
         """
         with open(cell.run_dir / "log.txt", "a") as log, contextlib.redirect_stdout(log):
             run = prepare(cell.config, *open_data(cell.config)[1:])
-            try:
-                if self.stop.signal is not None:  # received before the run's own flag was set up
-                    return None
-                self.stop = run.stop
-                if train(run) != exit_codes.FINISHED:
-                    return None
-                return self.evaluate(cell, run)
-            finally:
-                dist.destroy_process_group()
+            if self.stop.signal is not None:  # received before the run's own flag was set up
+                return None
+            self.stop = run.stop
+            if train(run) != exit_codes.FINISHED:
+                return None
+            return self.evaluate(cell, run)
 
     def evaluate(self, cell: Cell, run: Run) -> list[dict] | None:
         rows = []

@@ -24,7 +24,10 @@ def main(argv: list[str] | None = None) -> int:
     from mixtron.launch.synthetic.suite_run import Worker
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    return Worker(suite, cells).work()
+    code = Worker(suite, cells).work()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":
