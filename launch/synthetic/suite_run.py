@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from mixtron.launch import exit_codes
 from mixtron.launch.data import open_data
+from mixtron.launch.lifetime import unlock_run_folder
 from mixtron.launch.loop import Run, train
 from mixtron.launch.setup_run import prepare
 from mixtron.launch.signals import StopFlag
@@ -58,13 +59,16 @@ class Worker:
         What the loop says goes to log.txt in the run's folder.
         """
         with open(cell.run_dir / "log.txt", "a") as log, contextlib.redirect_stdout(log):
-            run = prepare(cell.config, *open_data(cell.config)[1:])
-            if self.stop.signal is not None:  # received before the run's own flag was set up
-                return None
-            self.stop = run.stop
-            if train(run) != exit_codes.FINISHED:
-                return None
-            return self.evaluate(cell, run)
+            try:
+                run = prepare(cell.config, *open_data(cell.config)[1:])
+                if self.stop.signal is not None:  # received before the run's own flag was set up
+                    return None
+                self.stop = run.stop
+                if train(run) != exit_codes.FINISHED:
+                    return None
+                return self.evaluate(cell, run)
+            finally:
+                unlock_run_folder()
 
     def evaluate(self, cell: Cell, run: Run) -> list[dict] | None:
         rows = []
