@@ -3,21 +3,15 @@
 import json
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from mixtron.launch.checkpoint import find_checkpoint, load_weights
 from mixtron.launch.config import RunConfig, SyntheticDataConfig, load_config
-from mixtron.launch.synthetic.accuracy import evaluate_settings
 from mixtron.launch.synthetic.grid import settings_of
 from mixtron.launch.synthetic.task import Task
-from mixtron.megatron_ext.config import ParallelConfig
 from mixtron.megatron_ext.errors import ConfigError
-from mixtron.megatron_ext.model import build_model
-from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
 
 
 def evaluate_run(
@@ -46,9 +40,10 @@ def evaluate_run(
                 f"{task.task} with {setting.label} has {setting.task.vocabulary()} ids, but the "
                 f"model of {run_dir} has {config.model.vocab_size}"
             )
-    ranks, chunk = load_model(config, run_dir, max(s.length for s in settings))
-    rows = evaluate_settings(chunk, config.model, ranks, settings, sequences=sequences, seed=seed)
-    torch.distributed.destroy_process_group()
+    # Seconds, which a mistake in the arguments must not cost.
+    from mixtron.launch.synthetic.trained_model import accuracy_of_run
+
+    rows = accuracy_of_run(config, run_dir, settings, sequences=sequences, seed=seed)
     report = {"task": task.model_dump(mode="json"), "run": config.name, "rows": rows}
     output = run_dir / f"synthetic_{task.task}.json"
     output.write_text(json.dumps(report, indent=1) + "\n")
@@ -74,26 +69,6 @@ def grid_of(assignments: list[str]) -> dict[str, list]:
         except YAMLError:
             raise ConfigError(f"{assignment!r}: the values are not valid YAML") from None
     return grid
-
-
-def load_model(config: RunConfig, run_dir: Path, longest: int) -> tuple[Ranks, torch.nn.Module]:
-    """The newest checkpoint's model, whole, on this rank."""
-    device = init_distributed()
-    ranks = init_model_parallel(seed=config.training.seed, device=device)
-    path = find_checkpoint(run_dir / "checkpoints", "auto", ranks)
-    if path is None:
-        raise ConfigError(f"{run_dir}: no complete checkpoint under checkpoints/")
-    chunks = build_model(
-        config.model,
-        config.mixers,
-        ParallelConfig(),
-        ranks,
-        seed=config.training.seed,
-        bf16=config.training.precision == "bf16",
-        max_tokens=longest,
-    )
-    load_weights(path, chunks, ranks)
-    return ranks, chunks[0]
 
 
 def show(title: str, rows: list[dict]) -> None:
