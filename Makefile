@@ -1,6 +1,6 @@
 # `make quickstart` and `make test` set everything up on first use. Nothing else is needed.
 
-.PHONY: quickstart test soak check lock clean
+.PHONY: quickstart test soak suites check lock clean
 
 # A uv that answers, else a private one (a version manager's stub may exist and fail).
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv || echo .tools/bin/uv)
@@ -15,6 +15,11 @@ test: .venv/ready
 
 soak: .venv/ready
 	$(PYTEST) -m soak $(ARGS)
+
+# The papers' synthetic tasks on a CPU, in minutes each: make suites [SUITES=configs/suites/kla.yaml]
+SUITES := $(wildcard configs/suites/*.yaml)
+suites: .venv/ready
+	code=0; for suite in $(SUITES); do $(BIN)/mixtron eval synthetic suite $$suite --tiny || code=$$?; done; exit $$code
 
 check: .venv/ready
 	$(BIN)/ruff check .

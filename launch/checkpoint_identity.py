@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mixtron.launch.config import RunConfig
-from mixtron.launch.data import TrainingData, compare_records
+from mixtron.launch.data import AnyTraining, TrainingData, compare_records
 from mixtron.megatron_ext.errors import ConfigError
 
 FREE = (
@@ -80,12 +80,12 @@ def refuse_changes(path: Path, manifest: dict, config: RunConfig, *, branch: boo
 
 
 def refuse_changed_data(
-    path: Path, state: dict, config: RunConfig, data: TrainingData, *, branch: bool
+    path: Path, state: dict, config: RunConfig, data: AnyTraining, *, branch: bool
 ) -> list[str]:
     """The same for tokenizer and corpora, which are compared by their content."""
     differences = compare_records(state["data_record"], data.record())
     was, now = state.get("tokenizer_sha256"), tokenizer_sha256(data)
-    if was is not None and was != now:
+    if was is not None and now is not None and was != now:
         differences.append(f"the tokenizer's sha256 was {was[:12]}, is {now[:12]}")
     if differences and not (config.data.allow_changed or branch):
         raise ConfigError(
@@ -134,9 +134,9 @@ def _nearest_divisors(number: int, wanted: int, unit: int) -> list[int]:
     return [*[d for d in found if d < wanted][-1:], *[d for d in found if d > wanted][:1]]
 
 
-def tokenizer_sha256(data: TrainingData) -> str:
-    """Of the tokenizer that all shards were built with."""
-    return data.shards[0].manifest.tokenizer["sha256"]
+def tokenizer_sha256(data: AnyTraining) -> str | None:
+    """Of the tokenizer that all shards were built with; synthetic data have none."""
+    return data.shards[0].manifest.tokenizer["sha256"] if isinstance(data, TrainingData) else None
 
 
 def config_differences(saved: dict, current: dict) -> Iterator[tuple[str, Any, Any]]:

@@ -93,17 +93,19 @@ def quickstart(
     run(folder)
 
 
-def _mount_parts() -> None:
+def _mount_groups() -> None:
     from mixtron.data_prep.cli import app as prep
     from mixtron.launch.checkpoint_cli import app as ckpt
+    from mixtron.launch.eval_cli import app as evaluation
 
     app.add_typer(prep, name="prep", help="Corpora into indexed shards.")
     app.add_typer(ckpt, name="ckpt", help="Look at checkpoints; check, compare, convert them.")
+    app.add_typer(evaluation, name="eval")
 
 
 def main() -> None:
     """Runs the command; an error a person can mend is one line and its exit code."""
-    _mount_parts()
+    _mount_groups()
     try:
         app()
     except Exception as error:

@@ -7,10 +7,11 @@ from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from mixtron.launch.synthetic.task import Task, tasks
 from mixtron.megatron_ext.config import (
     Count,
     ModelConfig,
@@ -23,6 +24,7 @@ from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.mixers import mixer_configs
 
 AnyMixer = Annotated[reduce(or_, mixer_configs().values()), Field(discriminator="type")]
+AnyTask = Annotated[reduce(or_, tasks().values()), Field(discriminator="task")]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -66,6 +68,37 @@ class DataConfig(Section):
                     f"({', '.join(self.split) or 'which is empty'})"
                 )
         return self
+
+
+class SyntheticValidationSource(Section):
+    synthetic: AnyTask
+    sequences: Positive = 1000
+
+
+class SyntheticDataConfig(Section):
+    """Data of a synthetic task: no corpus, no tokenizer, samples that never repeat."""
+
+    sequence_length: Positive
+    synthetic: AnyTask
+    """`task` and its parameters, see launch/synthetic/README.md."""
+    validation: dict[str, SyntheticValidationSource] = {}
+    seed: Count = 1234
+    allow_changed: bool = False
+    """Resume although the task differs from the checkpoint's."""
+
+
+DATA_TAGS = {"corpora": DataConfig, "synthetic data": SyntheticDataConfig}
+
+
+def _data_tag(data: Any) -> str:
+    synthetic = "synthetic" in data if isinstance(data, dict) else hasattr(data, "synthetic")
+    return "synthetic data" if synthetic else "corpora"
+
+
+AnyData = Annotated[
+    Annotated[DataConfig, Tag("corpora")] | Annotated[SyntheticDataConfig, Tag("synthetic data")],
+    Discriminator(_data_tag),
+]
 
 
 class ScheduleConfig(Section):
@@ -165,7 +198,7 @@ class RunConfig(Section):
     model: ModelConfig
     mixers: Annotated[dict[str, AnyMixer], Field(min_length=1)]
     parallel: ParallelConfig = ParallelConfig()
-    data: DataConfig
+    data: AnyData
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     training: TrainingConfig
@@ -200,6 +233,14 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     Raises:
         ConfigError: one line a fault, each with its path and the nearest valid key or values.
     """
+    raw = load_mapping(path)
+    for override in overrides or []:
+        _apply_override(raw, override)
+    return parse_config(raw)
+
+
+def load_mapping(path: str | Path) -> dict:
+    """A YAML 1.2 file that holds a mapping. Raises ConfigError, naming the file."""
     try:
         raw = YAML(typ="safe", pure=True).load(Path(path))
     except FileNotFoundError:
@@ -208,12 +249,21 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(raw).__name__}")
-    for override in overrides or []:
-        _apply_override(raw, override)
+    return raw
+
+
+def parse_config(raw: dict) -> RunConfig:
+    """Validates what a config file holds. Raises ConfigError as `load_config` does."""
+    return parse(RunConfig, raw)
+
+
+def parse[S: Section](section: type[S], raw: dict) -> S:
+    """Validates a file's content. Raises ConfigError: one line a fault, with its path."""
     try:
-        return RunConfig.model_validate(raw)
+        return section.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(_describe(e, raw) for e in error.errors())) from None
+        lines = [_describe(fault, section) for fault in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
 
 
 def dump_config(config: RunConfig, path: str | Path) -> None:
@@ -260,50 +310,73 @@ def _index(node: list, part: str, override: str) -> int:
     return int(part)
 
 
-def _describe(error: Any, raw: dict) -> str:
+def _describe(error: Any, root: type[Section]) -> str:
     """One line for one pydantic error: path, what is wrong, the nearest valid key or values."""
-    loc = list(error["loc"])
-    if len(loc) > 2 and loc[0] == "mixers":
-        loc.pop(2)  # the union's tag, which is not part of the file's path
+    loc, model = _follow(error["loc"], root)
     path = ".".join(map(str, loc))
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"{path}: unknown key{_nearest(str(loc[-1]), _valid_keys(loc[:-1], raw))}"
+        return f"{path}: unknown key{_nearest(str(loc[-1]), _keys(model))}{_choices(model)}"
     if kind == "missing":
         return f"{path}: required key is missing"
-    if kind == "union_tag_invalid":
-        choices = [c.strip(" '") for c in context["expected_tags"].split(",")]
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        key = context["discriminator"].strip("'")
+        noun, known = ("mixer", mixer_configs()) if key == "type" else ("task", tasks())
+        choices = f"{noun}s: {', '.join(known)}"
+        if kind == "union_tag_not_found":
+            return f"{path}.{key}: required key is missing; {choices}"
         tag = context["tag"]
-        return (
-            f"{path}.type: no mixer {tag!r}{_nearest(tag, choices)}; mixers: {', '.join(choices)}"
-        )
-    if kind == "union_tag_not_found":
-        return f"{path}.type: required key is missing; mixers: {', '.join(mixer_configs())}"
+        return f"{path}.{key}: no {noun} {tag!r}{_nearest(tag, known)}; {choices}"
     if kind == "value_error":
         message = str(context["error"])
         return f"{path}: {message}" if path else message
     return f"{path}: {error['msg'].lower()}, found {error['input']!r}"
 
 
-def _valid_keys(parents: list, raw: dict) -> list[str]:
-    """The keys a section takes, for suggestions."""
-    model: Any = RunConfig
-    for i, part in enumerate(parents):
-        if parents[0] == "mixers" and i == 1:
-            fields = mixer_configs()[raw["mixers"][part]["type"]].model_fields
-            return [field.alias or name for name, field in fields.items()]
-        annotation = (
-            model.model_fields[part].annotation
-            if isinstance(part, str)
-            and hasattr(model, "model_fields")
-            and part in model.model_fields
-            else None
-        )
-        if annotation is None:
-            break
-        nested = [annotation, *getattr(annotation, "__args__", ())]
-        model = next((a for a in nested if isinstance(a, type) and issubclass(a, BaseModel)), model)
-    return list(getattr(model, "model_fields", {}))
+def _follow(loc: tuple, root: type[Section]) -> tuple[list, Any]:
+    """An error's path as it stands in the file, and the model of the section that it ends in.
+
+    Pydantic puts the tag of a union into the path, which is no key of the file.
+    """
+    path, model, tags = [], root, {}
+    for part in loc:
+        if part in tags:
+            model, tags = tags[part], {}
+        else:
+            path.append(part)
+            model, tags = _section_under(model, part), _tags_at(path)
+    return path, model
+
+
+def _tags_at(path: list) -> dict[str, Any]:
+    """The models that a section may have, by tag."""
+    if path == ["data"]:
+        return DATA_TAGS
+    if path[0] == "mixers" and len(path) == 2:
+        return mixer_configs()
+    return tasks() if path[-1] == "synthetic" else {}
+
+
+def _section_under(model: Any, key: Any) -> Any:
+    """The model of a section's value, or of its entries; the section's own when it has none."""
+    if not isinstance(key, str) or key not in model.model_fields:
+        return model
+    annotation = model.model_fields[key].annotation
+    nested = [annotation, *getattr(annotation, "__args__", ())]
+    return next((a for a in nested if isinstance(a, type) and issubclass(a, BaseModel)), model)
+
+
+def _keys(model: Any) -> list[str]:
+    """The keys that a section takes, as they stand in a file."""
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _choices(model: Any) -> str:
+    """All parameters, for a task: they are few and in no other list."""
+    if not issubclass(model, Task):
+        return ""
+    parameters = [name for name in model.model_fields if name != "task"]
+    return f"; {model.model_fields['task'].default} takes: {', '.join(parameters)}"
 
 
 def _nearest(word: str, choices) -> str:

@@ -9,21 +9,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.shards import Shard
 from mixtron.data_prep.tokenizer import Tokenizer, load_tokenizer
+from mixtron.launch.config import DataConfig, RunConfig, SyntheticDataConfig
 from mixtron.launch.sample_order import blend, permuted
 from mixtron.launch.sample_stream import Sample, SampleStream, open_stream, splits_of
+from mixtron.launch.synthetic.data import (
+    SyntheticSample,
+    SyntheticTraining,
+    SyntheticValidation,
+    compare_synthetic,
+    open_synthetic,
+)
 from mixtron.megatron_ext.errors import ConfigError
 
-if TYPE_CHECKING:
-    from mixtron.launch.config import DataConfig, RunConfig
-
 __all__ = [
+    "AnySample",
+    "AnyTraining",
+    "AnyValidation",
     "Sample",
     "SampleRef",
     "TrainingData",
@@ -242,13 +249,23 @@ class ValidationData:
         return self._stream[index]
 
 
-def open_data(config: RunConfig) -> tuple[Tokenizer, TrainingData, dict[str, ValidationData]]:
+AnySample = Sample | SyntheticSample
+AnyTraining = TrainingData | SyntheticTraining
+AnyValidation = ValidationData | SyntheticValidation
+
+
+def open_data(
+    config: RunConfig,
+) -> tuple[Tokenizer | None, AnyTraining, dict[str, AnyValidation]]:
     """Opens what the config names and holds it against the tokenizer and the model's vocabulary.
 
     Raises:
         ConfigError: the tokenizer has ids that the model has no embedding for.
         DataError: tokenizer or shards are missing, damaged or do not belong together.
     """
+    if isinstance(config.data, SyntheticDataConfig):
+        synthetic, sets = open_synthetic(config.data, config.model.vocab_size)
+        return None, synthetic, {**sets}
     tokenizer = load_tokenizer(config.data.tokenizer, eod_token=config.data.eod_token)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
@@ -260,7 +277,7 @@ def open_data(config: RunConfig) -> tuple[Tokenizer, TrainingData, dict[str, Val
     shards = [*data.shards, *(shard for v in validation.values() for shard in v.shards)]
     check_against_tokenizer(shards, tokenizer)
     check_vocabulary(shards, config.model.vocab_size)
-    return tokenizer, data, validation
+    return tokenizer, data, {**validation}
 
 
 def check_against_tokenizer(shards: Iterable[Shard], tokenizer: Tokenizer) -> None:
@@ -288,7 +305,9 @@ def check_vocabulary(shards: Iterable[Shard], vocab_size: int) -> None:
 
 
 def compare_records(saved: dict, current: dict) -> list[str]:
-    """What differs between two of `TrainingData.record()`, a line each; files may have moved."""
+    """What differs between two of the data's `record()`s, a line each; files may have moved."""
+    if "synthetic" in saved or "synthetic" in current:
+        return compare_synthetic(saved, current)
     differences = [
         f"data.{key} was {saved[key]}, is {current[key]}: every source begins its order anew"
         for key in ("sequence_length", "seed")

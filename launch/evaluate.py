@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from mixtron.launch.config import RunConfig
-from mixtron.launch.data import Sample, ValidationData
+from mixtron.launch.data import AnySample, AnyValidation
 from mixtron.launch.micro_batch import collate, run_micro_batches
 from mixtron.launch.signals import StopFlag
 from mixtron.megatron_ext.batch import EVALUATION_STEP
@@ -17,7 +17,7 @@ def evaluate(
     wrapped: list,
     config: RunConfig,
     ranks: Ranks,
-    validation: dict[str, ValidationData],
+    validation: dict[str, AnyValidation],
     stop: StopFlag,
 ) -> dict[str, float] | None:
     """Mean loss a token of each set, or None when a signal asked to stop in the middle."""
@@ -40,7 +40,7 @@ def evaluate(
     return losses
 
 
-def _sample_or_blank(data: ValidationData, index: int) -> Sample:
+def _sample_or_blank(data: AnyValidation, index: int) -> AnySample:
     """Past the end: a sample that counts nothing, so that all ranks run the same rounds."""
     if index < len(data):
         return data.read(index)

@@ -6,7 +6,7 @@ import torch
 
 from mixtron.data_prep.tokenizer import load_tokenizer
 from mixtron.launch.checkpoint import find_checkpoint, load_weights
-from mixtron.launch.config import load_config
+from mixtron.launch.config import DataConfig, load_config
 from mixtron.megatron_ext.batch import decode_batch, prefill_batch
 from mixtron.megatron_ext.config import ParallelConfig
 from mixtron.megatron_ext.errors import ConfigError
@@ -18,6 +18,8 @@ from mixtron.megatron_ext.parallel import init_distributed, init_model_parallel
 def generate(run_dir: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """The prompt and up to `tokens` more tokens, drawn at `temperature` (0 takes the likeliest)."""
     config = load_config(run_dir / "config.yaml")
+    if not isinstance(config.data, DataConfig):
+        raise ConfigError(f"{run_dir}: trained on a synthetic task, which has no text to continue")
     device = init_distributed()
     ranks = init_model_parallel(seed=seed, device=device)
     path = find_checkpoint(run_dir / "checkpoints", "auto", ranks)

@@ -42,8 +42,7 @@ def lock_run_folder(run_dir: Path, patience_s: float = 5.0) -> None:
         ConfigError: another job still holds it after `patience_s`; says which.
     """
     global _held
-    if _held is not None:
-        _held.close()
+    unlock_run_folder()
     run_dir.mkdir(parents=True, exist_ok=True)
     file = open(run_dir / "lock", "a+")  # noqa: SIM115
     deadline = time.monotonic() + patience_s
@@ -63,3 +62,11 @@ def lock_run_folder(run_dir: Path, patience_s: float = 5.0) -> None:
     file.write(f"host {socket.gethostname()}, process {os.getpid()}\n")
     file.flush()
     _held = file
+
+
+def unlock_run_folder() -> None:
+    """Lets go of the folder that this process holds, for a process that outlives its run."""
+    global _held
+    if _held is not None:
+        _held.close()
+        _held = None

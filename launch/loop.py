@@ -13,7 +13,7 @@ from mixtron.launch import exit_codes
 from mixtron.launch.agreement import any_rank
 from mixtron.launch.checkpoint_identity import tokenizer_sha256
 from mixtron.launch.config import RunConfig
-from mixtron.launch.data import TrainingData, ValidationData
+from mixtron.launch.data import AnyTraining, AnyValidation
 from mixtron.launch.estimate import peak_flops, training_flops_per_token
 from mixtron.launch.evaluate import evaluate
 from mixtron.launch.metrics import Metrics, step_line
@@ -53,8 +53,8 @@ class Run:
     ranks: Ranks
     wrapped: list
     optimizer: MegatronOptimizer
-    data: TrainingData
-    validation: dict[str, ValidationData]
+    data: AnyTraining
+    validation: dict[str, AnyValidation]
     progress: Progress
     stop: StopFlag
     saver: Saver

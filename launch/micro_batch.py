@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mixtron.launch.config import RunConfig
-from mixtron.launch.data import Sample
+from mixtron.launch.data import AnySample
 from mixtron.megatron_ext.batch import Batch, make_batch
 from mixtron.megatron_ext.model import forward
 from mixtron.megatron_ext.parallel import Ranks
@@ -29,13 +29,13 @@ class MicroBatch:
 
 
 def collate(
-    samples: list[Sample], step: int, ranks: Ranks, scalars: Scalars | None = None
+    samples: list[AnySample], step: int, ranks: Ranks, scalars: Scalars | None = None
 ) -> MicroBatch:
     """Flattens samples to one stream, in which each sample also begins a document.
 
     Into `scalars` the layers report; tokens whose label counts are told apart from the others.
     """
-    sequence = samples[0].tokens[:-1].size
+    sequence = samples[0].inputs.size
     lengths = [
         int(length)
         for sample in samples
@@ -60,8 +60,8 @@ def collate(
         batch.scalars = scalars
         batch.token_kinds = {"scored": mask_BT[0], "unscored": ~mask_BT[0]}
     return MicroBatch(
-        tokens_BT=local(s.tokens[:-1] for s in samples),
-        labels_BT=local(s.tokens[1:] for s in samples),
+        tokens_BT=local(s.inputs for s in samples),
+        labels_BT=local(s.labels for s in samples),
         mask_BT=mask_BT,
         batch=batch,
     )

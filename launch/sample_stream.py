@@ -24,6 +24,14 @@ class Sample:
     label_mask: np.ndarray
     """bool [L]: False where the label is another document's first token."""
 
+    @property
+    def inputs(self) -> np.ndarray:
+        return self.tokens[:-1]
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self.tokens[1:]
+
 
 @dataclass(frozen=True)
 class Split:

@@ -19,8 +19,8 @@ from mixtron.launch.checkpoint_identity import (
     refuse_changed_data,
     refuse_changes,
 )
-from mixtron.launch.config import RunConfig, dump_config
-from mixtron.launch.data import TrainingData, ValidationData
+from mixtron.launch.config import DataConfig, RunConfig, dump_config
+from mixtron.launch.data import AnyTraining, AnyValidation
 from mixtron.launch.lifetime import lock_run_folder
 from mixtron.launch.loop import Progress, Run
 from mixtron.launch.saver import Saver
@@ -34,7 +34,7 @@ from mixtron.megatron_ext.permutation_check import compare_permutations
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def prepare(config: RunConfig, data: TrainingData, validation: dict[str, ValidationData]) -> Run:
+def prepare(config: RunConfig, data: AnyTraining, validation: dict[str, AnyValidation]) -> Run:
     """All ranks call it. Raises errors with an exit code for what a person must mend."""
     device = init_distributed()
     parallel, training = config.parallel, config.training
@@ -80,7 +80,11 @@ def claim_run_folder(config: RunConfig) -> None:
     lock_run_folder(run_dir)
     (run_dir / "exit.json").unlink(missing_ok=True)
     dump_config(config, run_dir / "config.yaml")
-    tokenizer, copy = Path(config.data.tokenizer), run_dir / "tokenizer"
+    if isinstance(config.data, DataConfig):
+        copy_tokenizer(Path(config.data.tokenizer), run_dir / "tokenizer")
+
+
+def copy_tokenizer(tokenizer: Path, copy: Path) -> None:
     copy.mkdir(exist_ok=True)
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     names = [tokenizer.name] if tokenizer.suffix == ".model" else TOKENIZER_FILES

@@ -13,7 +13,7 @@ from pathlib import Path
 from mixtron.launch import exit_codes
 from mixtron.launch.checks import check
 from mixtron.launch.config import RunConfig, load_config
-from mixtron.launch.data import TrainingData, ValidationData, open_data
+from mixtron.launch.data import AnyTraining, AnyValidation, open_data
 from mixtron.launch.lifetime import die_with_torchrun
 
 
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def run_rank(config: RunConfig, data: TrainingData, validation: dict[str, ValidationData]) -> int:
+def run_rank(config: RunConfig, data: AnyTraining, validation: dict[str, AnyValidation]) -> int:
     """Trains on this rank of an already described world; returns the exit code."""
     die_with_torchrun()
     quiet_libraries()

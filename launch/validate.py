@@ -8,8 +8,8 @@ from rich.console import Console
 
 from mixtron.data_prep.tokenizer import Tokenizer
 from mixtron.launch.checks import check
-from mixtron.launch.config import RunConfig, load_config
-from mixtron.launch.data import TrainingData, ValidationData, open_data
+from mixtron.launch.config import DataConfig, RunConfig, load_config
+from mixtron.launch.data import AnyTraining, AnyValidation, TrainingData, open_data
 from mixtron.launch.estimate import forward_flops_per_token, parameters
 from mixtron.launch.memory import (
     element_bytes,
@@ -121,10 +121,23 @@ def _bytes_rows(parts: dict[str, float]) -> Rows:
 
 def _data(
     config: RunConfig,
-    tokenizer: Tokenizer,
-    data: TrainingData,
-    validation: dict[str, ValidationData],
+    tokenizer: Tokenizer | None,
+    data: AnyTraining,
+    validation: dict[str, AnyValidation],
 ) -> Rows:
+    if isinstance(data, TrainingData):
+        rows = _corpora(config, tokenizer, data)
+    else:
+        parameters = ", ".join(
+            f"{k}={v}" for k, v in data.task.model_dump(exclude={"task"}).items()
+        )
+        rows = [("synthetic", f"{data.task.task}: {parameters}")]
+    return rows + [(f"validation.{name}", f"{len(v):,} samples") for name, v in validation.items()]
+
+
+def _corpora(config: RunConfig, tokenizer: Tokenizer | None, data: TrainingData) -> Rows:
+    assert isinstance(config.data, DataConfig)
+    assert tokenizer is not None
     rows = [("tokenizer", f"{config.data.tokenizer}: {tokenizer.type}, {tokenizer.vocab_size:,}")]
     samples = config.training.steps * config.global_batch_sequences
     weights = sum(source.weight for source in data.sources)
@@ -139,7 +152,6 @@ def _data(
                 f"{share * samples / len(stream):.3g} epochs",
             )
         )
-    rows += [(f"validation.{name}", f"{len(v):,} samples") for name, v in validation.items()]
     return rows
 
 

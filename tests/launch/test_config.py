@@ -218,10 +218,11 @@ def accept(value, schema: dict, path: str) -> None:
     if "$ref" in schema:
         return accept(value, SCHEMA["$defs"][schema["$ref"].removeprefix("#/$defs/")], path)
     if "discriminator" in schema:
-        mapping = schema["discriminator"]["mapping"]
-        return accept(value, {"$ref": mapping[value["type"]]}, path)
-    if "anyOf" in schema:
-        return accept_any(value, schema["anyOf"], path)
+        union = schema["discriminator"]
+        return accept(value, {"$ref": union["mapping"][value[union["propertyName"]]]}, path)
+    for alternatives in ("anyOf", "oneOf"):
+        if alternatives in schema:
+            return accept_any(value, schema[alternatives], path)
     if "const" in schema:
         assert value == schema["const"], path
     if "enum" in schema:

@@ -1,0 +1,1 @@
+"""A file here is a task, and its name is its `task:` in a config file. Nothing lists them."""
