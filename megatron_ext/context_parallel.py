@@ -55,6 +55,11 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
+def gather_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[...] of every rank as [cp, ...]. Every rank's backward must use some of it."""
+    return _Gather.apply(x, group)  # type: ignore[return-value]
+
+
 def state_before(
     transition_BJKE: Tensor, write_BJKV: Tensor, starts_document: Tensor, group: dist.ProcessGroup
 ) -> Tensor:

@@ -1,29 +1,16 @@
 """The public op: checks what it is given and calls the form that is asked for."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
 from mixtron.kernels.path_attention.blockwise import path_attention_blockwise
 from mixtron.kernels.path_attention.reference import path_attention_reference
+from mixtron.kernels.path_attention.segment import PastKeys
 from mixtron.kernels.recurrence import INPUT_DTYPES, check_documents, check_gate
 
 Backend = Literal["block", "reference"]
 BACKENDS = {"block": path_attention_blockwise, "reference": path_attention_reference}
-
-
-@dataclass
-class PastKeys:
-    """Keys and values of the tokens before the first, as `path_segment` leaves them: every key is
-    carried to the left edge of the first token, by the maps of all tokens between."""
-
-    k_BPGK: Tensor
-    """[B, P, G, K] fp32 or fp64."""
-    v_BPGV: Tensor
-    """[B, P, G, V] of v's dtype."""
-    gate_after_BPH: Tensor | None = None
-    """[B, P, H] sums of the log gates behind each key, fp32 or fp64; None without a gate."""
 
 
 def path_attention(

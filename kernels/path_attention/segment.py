@@ -58,6 +58,37 @@ def path_segment(
     return Segment(*tensors)
 
 
+@dataclass
+class PastKeys:
+    """Keys and values of the tokens before the first: every key is carried to the left edge of the
+    first token, by the maps of all tokens between."""
+
+    k_BPGK: Tensor
+    """[B, P, G, K] fp32 or fp64."""
+    v_BPGV: Tensor
+    """[B, P, G, V] of v's dtype."""
+    gate_after_BPH: Tensor | None = None
+    """[B, P, H] sums of the log gates behind each key, fp32 or fp64; None without a gate."""
+
+
+def past_with(past: PastKeys | None, segment: Segment, v_BTGV: Tensor) -> PastKeys:
+    """What stands before the token after a segment: the past carried through it, and its keys."""
+    if past is None:
+        return PastKeys(segment.k_BTGK, v_BTGV, segment.gate_after_BTH)
+    k_BPGK, gate_BPH = past.k_BPGK, past.gate_after_BPH
+    if segment.map_BGKK is not None:
+        k_BPGK = (k_BPGK.transpose(1, 2) @ segment.map_BGKK.mT).transpose(1, 2)
+    if gate_BPH is not None:
+        assert segment.gate_total_BH is not None
+        assert segment.gate_after_BTH is not None
+        gate_BPH = torch.cat([gate_BPH + segment.gate_total_BH[:, None], segment.gate_after_BTH], 1)
+    return PastKeys(
+        torch.cat([k_BPGK, segment.k_BTGK], dim=1),
+        torch.cat([past.v_BPGV, v_BTGV], dim=1),
+        gate_BPH,
+    )
+
+
 def _segment(k_BTGK, w_BTGK, beta_BTG, log_forget_BTH, cu_seqlens, C):
     T, G = k_BTGK.shape[1:3]
     dtype = torch.promote_types(k_BTGK.dtype, torch.float32)

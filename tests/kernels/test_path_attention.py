@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from mixtron.kernels.path_attention import (
     PastKeys,
+    past_with,
     path_attention,
     path_attention_step,
     path_segment,
@@ -164,24 +165,11 @@ def test_past_continues_any_cut_of_a_sequence(form):
             x = {n: p[i] for n, p in parts.items()}
             gates = [x.get(name) for name in ("w", "beta", "log_forget")]
             outputs.append(path_attention(x["q"], x["k"], x["v"], *gates, past=past))
-            past = followed_by(past, path_segment(x["k"], *gates), x["v"])
+            past = past_with(past, path_segment(x["k"], *gates), x["v"])
         return torch.cat(outputs, dim=1)
 
     inputs = make_inputs(sum(cuts), form)
     assert_equal_fp64(results(inputs, in_segments), results(inputs))
-
-
-def followed_by(past, segment, v_BTGV):
-    if past is None:
-        return PastKeys(segment.k_BTGK, v_BTGV, segment.gate_after_BTH)
-    k_BPGK, gate_BPH = past.k_BPGK, past.gate_after_BPH
-    if segment.map_BGKK is not None:
-        k_BPGK = torch.einsum("bpgk,bgjk->bpgj", k_BPGK, segment.map_BGKK)
-    if gate_BPH is not None:
-        gate_BPH = torch.cat([gate_BPH + segment.gate_total_BH[:, None], segment.gate_after_BTH], 1)
-    return PastKeys(
-        torch.cat([k_BPGK, segment.k_BTGK], 1), torch.cat([past.v_BPGV, v_BTGV], 1), gate_BPH
-    )
 
 
 def test_segment_keys_and_map_are_explicit_products():
