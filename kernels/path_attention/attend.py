@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mixtron.kernels.path_attention.blocks import KeyBlocks, QueryBlocks, carries_to_end
+from mixtron.kernels.path_attention.blocks import (
+    KeyBlocks,
+    QueryBlocks,
+    carries_to_end,
+    sums_behind,
+)
 
 
 @dataclass
@@ -180,10 +185,8 @@ def _carried_gates(keys: KeyBlocks, layout: Layout, n: int) -> Tensor | None:
     assert keys.gate_total_BGRN is not None
     first, last = layout.before(n)
     total_BGRN = keys.gate_total_BGRN[..., first:last]
-    # Summed from the nearest block on, without the key block's own.
-    between_BGRN = total_BGRN.flip(-1).cumsum(-1).roll(1, -1)
-    between_BGRN[..., :1] = 0
-    return (keys.gate_after_BGRNC[..., first:last, :] + between_BGRN.flip(-1)[..., None]).flatten(3)
+    between_BGRN = sums_behind(total_BGRN)
+    return (keys.gate_after_BGRNC[..., first:last, :] + between_BGRN[..., None]).flatten(3)
 
 
 def _over_group(x_BGRCE: Tensor, y_BGEF: Tensor) -> Tensor:

@@ -27,6 +27,18 @@ class KeyBlocks:
 
 
 @dataclass
+class Transform:
+    """With T = (I + diag(beta) striu(W W^T))^-1 diag(beta) over the rows W of a block,
+    H_a ... H_b = I - W_ab^T T_ab W_ab for every range of rows (README.md)."""
+
+    w_BGNCK: Tensor
+    reads_BGNCC: Tensor
+    """T^T tril(W K^T, -1): how much of w_b key j has lost when b is past."""
+    rows_BGNCK: Tensor
+    """T^T W."""
+
+
+@dataclass
 class QueryBlocks:
     """Scaled queries carried to their block's left edge, and the logits inside each block."""
 
@@ -61,58 +73,66 @@ def same_document(document_S: Tensor, C: int) -> Tensor:
     return document_NC[:, :, None] == document_NC[:, None]
 
 
-def block_terms(
-    q_BGRNCK: Tensor | None,
+def key_blocks(
     k_BGNCK: Tensor,
     w_BGNCK: Tensor | None,
     beta_BGNC: Tensor | None,
     log_forget_BGRNC: Tensor | None,
     same_NCC: Tensor,
-) -> tuple[QueryBlocks | None, KeyBlocks]:
-    """The terms of every block at once, differentiated by autograd. Queries are optional.
-
-    With the rows w_1 .. w_C of a block, T = (I + diag(beta) striu(W W^T))^-1 diag(beta) gives
-    H_a ... H_b = I - W_ab^T T_ab W_ab of every range of rows (README.md). Pairs of different
-    documents are left out of W W^T, so that no document's numbers enter another's.
-    """
-    reads_BGNCC, carried_BGNCK, map_BGNKK = None, k_BGNCK, None
-    if w_BGNCK is not None:
-        assert beta_BGNC is not None
-        wT_BGNKC = w_BGNCK.mT
-        earlier_NCC = same_NCC.tril(-1)
-        # Rows are the later token b, columns the earlier a: (I + striu(..))^T.
-        lower_BGNCC = (w_BGNCK @ wT_BGNKC * beta_BGNC[..., None, :]).masked_fill(~earlier_NCC, 0)
-        writes_BGNCC = (w_BGNCK @ k_BGNCK.mT).masked_fill(~earlier_NCC, 0)
-        solved = torch.linalg.solve_triangular(
-            lower_BGNCC,
-            torch.cat([writes_BGNCC, w_BGNCK], dim=-1),
-            upper=False,
-            unitriangular=True,
-        )
-        solved = beta_BGNC[..., None] * solved
-        C = same_NCC.shape[-1]
-        reads_BGNCC, rows_BGNCK = solved[..., :C], solved[..., C:]
-        carried_BGNCK = k_BGNCK - reads_BGNCC.mT @ w_BGNCK
+) -> tuple[KeyBlocks, Transform | None]:
+    """Of all blocks at once; differentiated by autograd."""
+    transform = map_BGNKK = after_BGRNC = total_BGRN = None
+    carried_BGNCK = k_BGNCK
+    if w_BGNCK is not None and beta_BGNC is not None:
+        transform = _transform(k_BGNCK, w_BGNCK, beta_BGNC, same_NCC)
+        carried_BGNCK = k_BGNCK - transform.reads_BGNCC.mT @ w_BGNCK
         identity_KK = torch.eye(w_BGNCK.shape[-1], dtype=w_BGNCK.dtype, device=w_BGNCK.device)
-        map_BGNKK = identity_KK - wT_BGNKC @ rows_BGNCK
-    sums_BGRNCC = until_BGRNC = after_BGRNC = total_BGRN = None
+        map_BGNKK = identity_KK - w_BGNCK.mT @ transform.rows_BGNCK
     if log_forget_BGRNC is not None:
-        sums_BGRNCC = _sums_between(log_forget_BGRNC)
-        until_BGRNC = log_forget_BGRNC.cumsum(-1)
-        after_BGRNC, total_BGRN = sums_BGRNCC[..., -1, :], until_BGRNC[..., -1]
-    keys = KeyBlocks(carried_BGNCK, map_BGNKK, after_BGRNC, total_BGRN)
-    if q_BGRNCK is None:
-        return None, keys
+        after_BGRNC = sums_behind(log_forget_BGRNC)
+        total_BGRN = log_forget_BGRNC.sum(-1)
+    return KeyBlocks(carried_BGNCK, map_BGNKK, after_BGRNC, total_BGRN), transform
+
+
+def query_blocks(
+    q_BGRNCK: Tensor,
+    k_BGNCK: Tensor,
+    transform: Transform | None,
+    log_forget_BGRNC: Tensor | None,
+    same_NCC: Tensor,
+) -> QueryBlocks:
+    """Of all blocks at once, for scaled queries; differentiated by autograd."""
     logits_BGRNCC = q_BGRNCK @ k_BGNCK.mT.unsqueeze(2)
-    if w_BGNCK is not None:
-        assert reads_BGNCC is not None
-        until_NCC = same_NCC.tril()
-        seen_BGRNCC = (q_BGRNCK @ w_BGNCK.mT.unsqueeze(2)).masked_fill(~until_NCC, 0)
-        logits_BGRNCC = logits_BGRNCC - seen_BGRNCC @ reads_BGNCC.unsqueeze(2)
-        q_BGRNCK = q_BGRNCK - seen_BGRNCC @ rows_BGNCK.unsqueeze(2)
-    if sums_BGRNCC is not None:
-        logits_BGRNCC = logits_BGRNCC + sums_BGRNCC
-    return QueryBlocks(q_BGRNCK, until_BGRNC, logits_BGRNCC), keys
+    if transform is not None:
+        seen_BGRNCC = q_BGRNCK @ transform.w_BGNCK.mT.unsqueeze(2)
+        seen_BGRNCC = seen_BGRNCC.masked_fill(~same_NCC.tril(), 0)
+        logits_BGRNCC = logits_BGRNCC - seen_BGRNCC @ transform.reads_BGNCC.unsqueeze(2)
+        q_BGRNCK = q_BGRNCK - seen_BGRNCC @ transform.rows_BGNCK.unsqueeze(2)
+    until_BGRNC = None
+    if log_forget_BGRNC is not None:
+        logits_BGRNCC = logits_BGRNCC + _sums_between(log_forget_BGRNC)
+        until_BGRNC = log_forget_BGRNC.cumsum(-1)
+    return QueryBlocks(q_BGRNCK, until_BGRNC, logits_BGRNCC)
+
+
+def _transform(k_BGNCK: Tensor, w_BGNCK: Tensor, beta_BGNC: Tensor, same_NCC: Tensor) -> Transform:
+    """One triangular solve. Pairs of different documents are left out of W W^T and W K^T, so that
+    no document's numbers enter another's."""
+    later_NCC = ~same_NCC.tril(-1)
+    # Rows are the later token b, columns the earlier a: (I + diag(beta) striu(W W^T))^T.
+    lower_BGNCC = (w_BGNCK @ w_BGNCK.mT * beta_BGNC[..., None, :]).masked_fill(later_NCC, 0)
+    behind_BGNCC = (w_BGNCK @ k_BGNCK.mT).masked_fill(later_NCC, 0)
+    solved = torch.linalg.solve_triangular(
+        lower_BGNCC, torch.cat([behind_BGNCC, w_BGNCK], dim=-1), upper=False, unitriangular=True
+    )
+    solved = beta_BGNC[..., None] * solved
+    C = same_NCC.shape[-1]
+    return Transform(w_BGNCK, solved[..., :C], solved[..., C:])
+
+
+def sums_behind(x: Tensor) -> Tensor:
+    """[..., i]: the sum of what is behind i along the last dimension, from the end on."""
+    return F.pad(x[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
 
 
 def _sums_between(log_forget_BGRNC: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """PaTH attention by blocks of tokens, in torch, with its backward. Derived in README.md."""
 
-from dataclasses import fields
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,8 @@ from mixtron.kernels.path_attention.blocks import (
     KeyBlocks,
     QueryBlocks,
     block_length,
-    block_terms,
+    key_blocks,
+    query_blocks,
     same_document,
     split_groups,
     split_heads,
@@ -53,7 +54,8 @@ class _Blockwise(torch.autograd.Function):
         G, dtype = v_BGSV.shape[1], v_BGSV.dtype
         do_BGRNCV = split_heads(do_BTHV, G, layout.block_length, dtype)
         gradients = attend_backward(
-            *(_detached(x) for x in (queries, keys)),
+            _detached(queries),
+            _detached(keys),
             v_BGSV.detach(),
             layout,
             lse_BGRNC,
@@ -70,9 +72,8 @@ class _Blockwise(torch.autograd.Function):
         return *(None if x is None else next(found) for x in inputs), *([None] * len(ctx.options))
 
 
-def _detached(terms):
-    values = (getattr(terms, field.name) for field in fields(terms))
-    return type(terms)(*(x if x is None else x.detach() for x in values))
+def _detached[Terms: (QueryBlocks, KeyBlocks)](terms: Terms) -> Terms:
+    return replace(terms, **{n: x.detach() for n, x in vars(terms).items() if x is not None})
 
 
 def _terms(
@@ -95,11 +96,10 @@ def _terms(
     tokens = past + k_BGNCK.shape[2] * C
     document_S = documents(cu_seqlens, tokens, filling, q.device)
     same_NCC = same_document(document_S[blocks * C :], C)
-    queries, keys = block_terms(
-        split_heads(q, G, C, dtype) * scale, k_BGNCK, w_BGNCK, beta_BGNC, gate_BGRNC, same_NCC
-    )
-    assert queries is not None
-    if past:
+    keys, transform = key_blocks(k_BGNCK, w_BGNCK, beta_BGNC, gate_BGRNC, same_NCC)
+    q_BGRNCK = split_heads(q, G, C, dtype) * scale
+    queries = query_blocks(q_BGRNCK, k_BGNCK, transform, gate_BGRNC, same_NCC)
+    if past_k is not None and past_v is not None:
         keys, v_BGNCV = _with_past(keys, v_BGNCV, filling, past_k, past_v, past_gate)
     # Two tokens of a document are at most max_seqlen - 1 apart, those of blocks a lag of L apart
     # at least (L - 1) C + 1.

@@ -3,16 +3,18 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mixtron.kernels.path_attention.blocks import (
     block_length,
-    block_terms,
     carries_to_end,
+    key_blocks,
     same_document,
     split_groups,
     split_heads,
+    sums_behind,
 )
 
 
@@ -101,7 +103,7 @@ def _segment(k_BTGK, w_BTGK, beta_BTG, log_forget_BTH, cu_seqlens, C):
         log_forget_BGRNC = split_heads(log_forget_BTH[..., None], G, C, dtype).squeeze(-1)
     tokens = k_BGNCK.shape[2] * C
     same_NCC = same_document(documents(cu_seqlens, tokens, 0, k_BTGK.device), C)
-    _, keys = block_terms(None, k_BGNCK, w_BGNCK, beta_BGNC, log_forget_BGRNC, same_NCC)
+    keys, _ = key_blocks(k_BGNCK, w_BGNCK, beta_BGNC, log_forget_BGRNC, same_NCC)
     map_BGKK = gate_after_BTH = gate_total_BH = None
     carried_BGNCK = keys.k_BGNCK
     if keys.map_BGNKK is not None:
@@ -110,11 +112,9 @@ def _segment(k_BTGK, w_BTGK, beta_BTG, log_forget_BTH, cu_seqlens, C):
         carried_BGNCK = carried_BGNCK @ carries_BGNKK[:, :, 1:].mT
     if keys.gate_after_BGRNC is not None:
         assert keys.gate_total_BGRN is not None
-        to_end_BGRN = keys.gate_total_BGRN.flip(-1).cumsum(-1).flip(-1)
-        behind_BGRN = torch.cat([to_end_BGRN[..., 1:], torch.zeros_like(to_end_BGRN[..., :1])], -1)
-        after_BGRNC = keys.gate_after_BGRNC + behind_BGRN[..., None]
+        after_BGRNC = keys.gate_after_BGRNC + sums_behind(keys.gate_total_BGRN)[..., None]
         gate_after_BTH = after_BGRNC.flatten(3).flatten(1, 2).transpose(1, 2)[:, :T]
-        gate_total_BH = to_end_BGRN[..., 0].flatten(1)
+        gate_total_BH = keys.gate_total_BGRN.sum(-1).flatten(1)
     return (
         carried_BGNCK.flatten(2, 3).transpose(1, 2)[:, :T],
         map_BGKK,
@@ -130,4 +130,4 @@ def documents(cu_seqlens: Tensor | None, tokens: int, before: int, device) -> Te
     else:
         position_S = torch.arange(tokens, device=device)
         document_S = torch.searchsorted(cu_seqlens.long(), position_S, right=True)
-    return torch.nn.functional.pad(document_S, (before, 0), value=-1)
+    return F.pad(document_S, (before, 0), value=-1)

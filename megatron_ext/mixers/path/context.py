@@ -1,5 +1,7 @@
 """The keys of earlier context ranks, carried to this rank's first token."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,13 +19,14 @@ def past_of_ranks_before(
     one fp32 message, its values in another. The values are returned because every rank's backward
     takes part in the exchange, also that of a rank that uses nothing of it.
     """
-    tensors = [x for x in vars(segment).values() if x is not None]
-    flat = torch.cat([x.reshape(-1) for x in tensors])
+    tensors = {name: x for name, x in vars(segment).items() if x is not None}
+    sizes = [x.numel() for x in tensors.values()]
+    flat = torch.cat([x.reshape(-1) for x in tensors.values()])
     gathered, values = gather_ranks(flat, group), gather_ranks(v_BTGV[0], group)
     past = None
     for before in range(group.rank()):
-        parts = iter(gathered[before].split([x.numel() for x in tensors]))
-        whole = (None if x is None else next(parts).view_as(x) for x in vars(segment).values())
-        past = past_with(past, Segment(*whole), values[before][None])
+        parts = zip(tensors.items(), gathered[before].split(sizes), strict=True)
+        theirs = replace(segment, **{name: part.view_as(x) for (name, x), part in parts})
+        past = past_with(past, theirs, values[before][None])
     unused = 0 * (gathered[group.rank()].sum() + values[group.rank()].sum())
     return past, v_BTGV + unused.to(v_BTGV.dtype)

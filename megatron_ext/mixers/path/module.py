@@ -102,7 +102,8 @@ class Mixer(ShardedModule):
         )
         if batch.cache is not None:
             segment = path_segment(k, w, beta, log_forget)
-            cached = {"key": segment.k_BTGK, "value": v}
+            # Keys that no map changes stay in the model's dtype.
+            cached = {"key": k if w is None else segment.k_BTGK, "value": v}
             if segment.gate_after_BTH is not None:
                 cached["gate"] = segment.gate_after_BTH
             if raw_TBE is not None:
