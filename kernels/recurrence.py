@@ -41,9 +41,12 @@ def check_gate(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], q_BTHK: 
         )
 
 
-def check_documents(cu_seqlens: Tensor, q_BTHK: Tensor) -> None:
-    """Raises ValueError for offsets that do not fit; their values are read on the CPU alone."""
-    B, T = q_BTHK.shape[:2]
+def check_documents(cu_seqlens: Tensor, q_BTHK: Tensor, tokens: int | None = None) -> None:
+    """Raises ValueError for offsets that do not fit; their values are read on the CPU alone.
+
+    `tokens` is where they end; None is q's T.
+    """
+    B, T = q_BTHK.shape[0], tokens or q_BTHK.shape[1]
     if B != 1:
         raise ValueError(f"cu_seqlens needs a batch of 1, q_BTHK is {list(q_BTHK.shape)}")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:

@@ -192,7 +192,7 @@ class OutputProjection(RowParallelLinear):
 
 
 class ShortConvolution(ShardedModule):
-    """Causal depthwise convolution that starts anew at every document, then SiLU.
+    """Causal depthwise convolution that starts anew at every document, then SiLU (by default).
 
     Under context parallelism a rank takes the last width - 1 tokens of the one before it.
 
@@ -207,9 +207,12 @@ class ShortConvolution(ShardedModule):
         width: int,
         tp_group,
         cp_group,
+        *,
+        silu: bool = True,
     ):
         super().__init__(config, tp_group)
         self.cp_group = cp_group
+        self.activation = F.silu if silu else nn.Identity()
         bound = width**-0.5
         self.weight = self.new_parameter(
             (sum(components.values()) // tp_group.size(), width),
@@ -221,10 +224,10 @@ class ShortConvolution(ShardedModule):
     def forward(self, x_TBE: Tensor, batch: Batch) -> Tensor:
         halo, position_T = self.weight.shape[1] - 1, batch.position_ids
         if batch.context_size == 1 or halo == 0:
-            return F.silu(short_convolution(x_TBE, self.weight, position_T))
+            return self.activation(short_convolution(x_TBE, self.weight, position_T))
         x_TBE = torch.cat([rows_before(x_TBE, halo, self.cp_group), x_TBE])
         position_T = F.pad(position_T, (halo, 0))
-        return F.silu(short_convolution(x_TBE, self.weight, position_T)[halo:])
+        return self.activation(short_convolution(x_TBE, self.weight, position_T)[halo:])
 
     def tail(self, x_TBE: Tensor) -> Tensor:
         """The inputs [B, width - 1, E] that the next tokens still reach; zeros before the first."""
@@ -235,4 +238,4 @@ class ShortConvolution(ShardedModule):
         """The next token of each sequence: its output [B, E] and the new tail."""
         window_BWE = torch.cat([tail_BWE, x_BE[:, None]], dim=1)
         y_BE = (window_BWE.float() * self.weight.float().t().flip(0)).sum(1)
-        return F.silu(y_BE.to(x_BE.dtype)), window_BWE[:, 1:]
+        return self.activation(y_BE.to(x_BE.dtype)), window_BWE[:, 1:]

@@ -1,0 +1,133 @@
+"""A segment of tokens as later ones see it: its keys carried to its end, and its composed map."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mixtron.kernels.path_attention.blocks import (
+    block_length,
+    carries_to_end,
+    key_blocks,
+    same_document,
+    split_groups,
+    split_heads,
+    sums_behind,
+)
+
+
+@dataclass
+class Segment:
+    """What a later segment needs of this one, beside its values; fp32 (fp64 for fp64 inputs)."""
+
+    k_BTGK: Tensor
+    """k_j carried by H_{j+1} .. H_T."""
+    map_BGKK: Tensor | None
+    """H_T ... H_1: carries the keys of the segments before on. None without Householder maps."""
+    gate_after_BTH: Tensor | None
+    """Sum of the log gates behind each key, j+1 .. T."""
+    gate_total_BH: Tensor | None
+
+
+def path_segment(
+    k_BTGK: Tensor,
+    w_BTGK: Tensor | None,
+    beta_BTG: Tensor | None,
+    log_forget_BTH: Tensor | None,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> Segment:
+    """Arguments of `path_attention`; differentiable. Time and memory are linear in T.
+
+    Of documents that end inside the segment, the keys are carried to their document's end at most:
+    nothing after reads them. The maps compose: behind segment 1 then 2 stands
+    (map_2 k_1 and k_2, map_2 map_1).
+    """
+    tensors = checkpoint(
+        _segment,
+        k_BTGK,
+        w_BTGK,
+        beta_BTG,
+        log_forget_BTH,
+        cu_seqlens,
+        block_length(k_BTGK, w_BTGK),
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )
+    assert tensors is not None
+    return Segment(*tensors)
+
+
+@dataclass
+class PastKeys:
+    """Keys and values of the tokens before the first: every key is carried to the left edge of the
+    first token, by the maps of all tokens between."""
+
+    k_BPGK: Tensor
+    """[B, P, G, K] fp32 or fp64."""
+    v_BPGV: Tensor
+    """[B, P, G, V] of v's dtype."""
+    gate_after_BPH: Tensor | None = None
+    """[B, P, H] sums of the log gates behind each key, fp32 or fp64; None without a gate."""
+
+
+def past_with(past: PastKeys | None, segment: Segment, v_BTGV: Tensor) -> PastKeys:
+    """What stands before the token after a segment: the past carried through it, and its keys."""
+    if past is None:
+        return PastKeys(segment.k_BTGK, v_BTGV, segment.gate_after_BTH)
+    k_BPGK, gate_BPH = past.k_BPGK, past.gate_after_BPH
+    if segment.map_BGKK is not None:
+        k_BPGK = (k_BPGK.transpose(1, 2) @ segment.map_BGKK.mT).transpose(1, 2)
+    if gate_BPH is not None:
+        assert segment.gate_total_BH is not None
+        assert segment.gate_after_BTH is not None
+        gate_BPH = torch.cat([gate_BPH + segment.gate_total_BH[:, None], segment.gate_after_BTH], 1)
+    return PastKeys(
+        torch.cat([k_BPGK, segment.k_BTGK], dim=1),
+        torch.cat([past.v_BPGV, v_BTGV], dim=1),
+        gate_BPH,
+    )
+
+
+def _segment(k_BTGK, w_BTGK, beta_BTG, log_forget_BTH, cu_seqlens, C):
+    T, G = k_BTGK.shape[1:3]
+    dtype = torch.promote_types(k_BTGK.dtype, torch.float32)
+    k_BGNCK = split_groups(k_BTGK, C, dtype)
+    w_BGNCK = beta_BGNC = log_forget_BGRNC = None
+    if w_BTGK is not None:
+        w_BGNCK = split_groups(w_BTGK, C, dtype)
+        beta_BGNC = split_groups(beta_BTG[..., None], C, dtype).squeeze(-1)
+    if log_forget_BTH is not None:
+        log_forget_BGRNC = split_heads(log_forget_BTH[..., None], G, C, dtype).squeeze(-1)
+    tokens = k_BGNCK.shape[2] * C
+    same_NCC = same_document(documents(cu_seqlens, tokens, 0, k_BTGK.device), C)
+    keys, _ = key_blocks(k_BGNCK, w_BGNCK, beta_BGNC, log_forget_BGRNC, same_NCC)
+    map_BGKK = gate_after_BTH = gate_total_BH = None
+    carried_BGNCK = keys.k_BGNCK
+    if keys.map_BGNKK is not None:
+        carries_BGNKK = carries_to_end(keys.map_BGNKK)
+        map_BGKK = carries_BGNKK[:, :, 0]
+        carried_BGNCK = carried_BGNCK @ carries_BGNKK[:, :, 1:].mT
+    if keys.gate_after_BGRNC is not None:
+        assert keys.gate_total_BGRN is not None
+        after_BGRNC = keys.gate_after_BGRNC + sums_behind(keys.gate_total_BGRN)[..., None]
+        gate_after_BTH = after_BGRNC.flatten(3).flatten(1, 2).transpose(1, 2)[:, :T]
+        gate_total_BH = keys.gate_total_BGRN.sum(-1).flatten(1)
+    return (
+        carried_BGNCK.flatten(2, 3).transpose(1, 2)[:, :T],
+        map_BGKK,
+        gate_after_BTH,
+        gate_total_BH,
+    )
+
+
+def documents(cu_seqlens: Tensor | None, tokens: int, before: int, device) -> Tensor:
+    """[before + tokens] int: each token's document; -1 for the `before` ones that fill up."""
+    if cu_seqlens is None:
+        document_S = torch.zeros(tokens, dtype=torch.int64, device=device)
+    else:
+        position_S = torch.arange(tokens, device=device)
+        document_S = torch.searchsorted(cu_seqlens.long(), position_S, right=True)
+    return F.pad(document_S, (before, 0), value=-1)

@@ -1,0 +1,1 @@
+"""PaTH attention, with or without a forget gate (PaTH-FoX)."""

@@ -1,0 +1,201 @@
+"""Options of PaTH attention, and what FoX shares with it."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from mixtron.megatron_ext.mixers.base import (
+    MixerConfig,
+    require_context_divides,
+    require_divisible,
+)
+
+Positive = Annotated[int, Field(gt=0)]
+SHORTEST_BLOCK, LONGEST_BLOCK, PLAIN_BLOCK = 16, 128, 64
+"""Of kernels/path_attention/blocks.py, which this file cannot import: it needs torch."""
+
+
+class PathFamilyConfig(MixerConfig):
+    """Softmax attention whose positions come from Householder maps, a forget gate, or both."""
+
+    heads: Positive
+    kv_heads: Positive
+    """Key/value heads; `heads` is a multiple of it."""
+    head_dim: Positive
+    qk_norm: bool = False
+    """RMSNorm over each query and key head."""
+    gate_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Weighs the forget gate's sum in the scaled logit; 1 is FoX's meaning."""
+    context_exchange: Literal["keys", "heads"] = "keys"
+    """What context ranks exchange: every rank's keys, values and composed maps, gathered; or heads
+    for tokens, which balances the causal work (then `kv_heads` over TP must be divisible by
+    parallel.context)."""
+
+    context_parallel: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _groups(self):
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        return self
+
+    @property
+    def rank(self) -> int:
+        """Of the projection that gives the Householder vectors; 0 without maps."""
+        raise NotImplementedError
+
+    @property
+    def gated(self) -> bool:
+        """Whether there is a forget gate."""
+        raise NotImplementedError
+
+    @property
+    def taps(self) -> int:
+        """Of the convolution on the Householder vectors."""
+        return 0
+
+    @property
+    def largest_beta(self) -> float:
+        """At which beta is cut off."""
+        return 2.0
+
+    def widths(self) -> tuple[int, int]:
+        """Of all query heads, and of all key (or value) heads."""
+        return self.heads * self.head_dim, self.kv_heads * self.head_dim
+
+    def components(self) -> dict[str, int]:
+        """Rows of the fused input projection."""
+        query, kv = self.widths()
+        rows = {"query": query, "key": kv, "value": kv}
+        if self.rank:
+            rows |= {"householder": self.rank, "beta": self.kv_heads}
+        if self.gated:
+            rows["forget"] = self.heads
+        return rows
+
+    def parameters(self, hidden_size: int) -> dict[str, int]:
+        query, kv = self.widths()
+        return {
+            "projections": hidden_size * (sum(self.components().values()) + query),
+            "maps": kv * (self.rank + self.taps) + self.kv_heads if self.rank else 0,
+            "gates": self.heads if self.gated else 0,
+            "norms": 2 * self.head_dim if self.qk_norm else 0,
+        }
+
+    def flops_per_token(self, hidden_size: int, sequence_length: int) -> float:
+        attended, K, G, (_, kv) = (
+            (sequence_length + 1) / 2,
+            self.head_dim,
+            self.kv_heads,
+            self.widths(),
+        )
+        scores = 4 * self.heads * K * attended
+        maps = 0.0
+        if self.rank:
+            C = min(max(SHORTEST_BLOCK, min(K, LONGEST_BLOCK)), sequence_length)
+            low_rank = 2 * kv * (self.rank + self.taps)
+            # w w^T, w k^T, the solve, keys and map; of each query head q w^T and two products.
+            within = G * (2 * C * 3 * K + C * (C + K) + 2 * K * K) + self.heads * 2 * C * (
+                2 * K + C
+            )
+            # Every block carries all keys before it on.
+            maps = low_rank + within + 2 * G * K * K * attended / C
+        return 2 * self.parameters(hidden_size)["projections"] + scores + maps
+
+    def state_bytes(self, context_tokens: int, bytes_per_element: int) -> int:
+        _, kv = self.widths()
+        key_bytes = 4 if self.rank else bytes_per_element
+        gate = 4 * self.heads if self.gated else 0
+        tail = max(self.taps - 1, 0) * kv * bytes_per_element
+        return context_tokens * (kv * (key_bytes + bytes_per_element) + gate) + tail
+
+    def activation_bytes_per_token(
+        self, hidden_size: int, tensor: int, bytes_per_element: int
+    ) -> float:
+        query, kv = self.widths()
+        # The projection's output, of which v is a view (q and k are too, unless normalised), and
+        # the output.
+        elements = sum(self.components().values()) + query
+        fp32 = self.heads  # log-sum-exp
+        if self.qk_norm:
+            elements += query + kv
+            fp32 += self.heads + self.kv_heads
+        whole = 0.0
+        if self.rank:
+            elements += kv  # the convolution's input
+            # Its output in fp32, w's norm and w; sigmoid, its double and beta.
+            fp32 += 2 * kv + self.kv_heads + 3 * self.kv_heads
+            # The low-rank projection's output, which every rank holds whole.
+            whole = self.rank * bytes_per_element
+        if self.gated:
+            fp32 += 2 * self.heads  # logsigmoid's input and output
+        return (elements * bytes_per_element + 4 * fp32) / tensor + whole
+
+    def working_bytes(
+        self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
+    ) -> float:
+        query, kv = self.widths()
+        C = max(SHORTEST_BLOCK, min(self.head_dim, LONGEST_BLOCK)) if self.rank else PLAIN_BLOCK
+        # In fp32, over all blocks: q scaled and carried, the output's gradient, q's; k, v and their
+        # gradients; logits inside blocks and their gradient.
+        fp32 = 4 * query + 4 * kv + 2 * self.heads * C
+        if self.rank:
+            # w, carried keys, maps, what carries, and the solve's two sides; q w^T.
+            fp32 += 6 * kv + 4 * kv * self.head_dim / C + 4 * self.kv_heads * C + self.heads * C
+        if self.gated:
+            fp32 += self.heads * C
+        # A block's rows of logits over all keys: weights, their gradients, one in passing.
+        rows = 3 * self.heads * C
+        return 4 * tokens * (fp32 + rows) / tensor
+
+    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+        query, kv = self.widths()
+        gate, G, K = 4 * self.heads * self.gated, self.kv_heads, self.head_dim
+        tail = max(self.taps - 1, 0) * kv * element * (context - 1)
+        if self.context_exchange == "heads":
+            maps = 4 * (kv + G) if self.rank else 0
+            moved = tokens * (2 * (query + kv) * element + maps + gate)
+            return (moved * (context - 1) / context + tail) / tensor
+        own = tokens * (kv * (4 + element) + gate) + gate
+        if self.rank:
+            own += 4 * G * K * K
+        return ((context - 1) * own + tail) / tensor
+
+    def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
+        super().check(name, hidden_size, tensor, context)
+        for field in ("heads", "kv_heads"):
+            require_divisible(name, field, getattr(self, field), tensor)
+        if self.context_exchange == "heads":
+            require_context_divides(name, "kv_heads", self.kv_heads // tensor, tensor, context)
+
+
+class Config(PathFamilyConfig):
+    type: Literal["path"] = "path"  # pyright: ignore[reportIncompatibleVariableOverride]
+    w_rank: Positive = 32
+    """Rank of the projection that gives the Householder vectors w."""
+    conv_width: Positive = 3
+    """Taps of the causal convolution on w."""
+    beta_max: Annotated[float, Field(gt=0, le=2)] = 2.0
+    """beta = min(2 sigmoid(.), beta_max)."""
+    forget_gate: bool = False
+    """PaTH-FoX: a data-dependent forget gate in the logits, one a query head."""
+
+    @property
+    def rank(self) -> int:
+        return self.w_rank
+
+    @property
+    def gated(self) -> bool:
+        return self.forget_gate
+
+    @property
+    def taps(self) -> int:
+        return self.conv_width
+
+    @property
+    def largest_beta(self) -> float:
+        return self.beta_max
+
+    def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
+        super().check(name, hidden_size, tensor, context)
+        require_divisible(name, "w_rank", self.w_rank, tensor)

@@ -1,0 +1,111 @@
+"""PaTH over four context ranks, and a softmax layer's conversion."""
+
+import pytest
+import torch
+
+from mixtron.megatron_ext.config import ParallelConfig
+from mixtron.megatron_ext.errors import ConfigError
+from mixtron.megatron_ext.mixers.path.config import Config as PathConfig
+from mixtron.megatron_ext.mixers.path.convert import softmax_to_path
+from mixtron.megatron_ext.mixers.softmax_attention.config import Config as SoftmaxConfig
+from tests.contract.cases import DENSE, RAGGED, Case, Layout
+from tests.contract.checks import check_agrees
+from tests.helpers.ranks import run_on_ranks
+
+CP4 = Layout("cp4", ParallelConfig(context=4))
+SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+WIDTH, TOKENS = 32, 48
+
+
+@pytest.mark.parametrize("documents", [RAGGED, DENSE], ids=["ragged", "dense"])
+@pytest.mark.parametrize("mixer", ["path", "fox"])
+def test_four_context_ranks_equal_one(mixer, documents):
+    check_agrees(Case(mixer, documents=documents), CP4)
+
+
+def outputs(target: PathConfig, source: SoftmaxConfig) -> list[torch.Tensor]:
+    """Of a softmax layer, and of the PaTH layer that takes its weights."""
+    from mixtron.megatron_ext.batch import make_batch
+    from mixtron.megatron_ext.config import ModelConfig
+    from mixtron.megatron_ext.mixers import mixer_module
+    from mixtron.megatron_ext.model import transformer_config
+    from mixtron.megatron_ext.parallel import init_distributed, init_model_parallel
+    from mixtron.megatron_ext.parameters import initialise
+
+    device = init_distributed()
+    ranks = init_model_parallel(seed=1, device=device)
+    model = ModelConfig(
+        layers=1, hidden_size=WIDTH, ffn_hidden_size=8, vocab_size=8, pattern=["m"], init_std=0.2
+    )
+    config = transformer_config(model, ParallelConfig(), bf16=False, recompute=False)
+    layers = []
+    for mixer in (source, target):
+        layer = mixer_module(mixer.type)(config, 1, mixer=mixer, pg_collection=ranks.groups)
+        initialise(layer.named_parameters(), 1, 0, 1)
+        layers.append(layer)
+    weights = softmax_to_path(
+        by_checkpoint_key(layers[0]),
+        source,
+        target,
+        init_std=0.2,
+        generator=torch.Generator().manual_seed(1),
+    )
+    load(layers[1], weights)
+    hidden = torch.randn(TOKENS, 1, WIDTH, generator=torch.Generator().manual_seed(2))
+    batch = make_batch([30, TOKENS - 30], step=0, device=device)
+    with torch.no_grad():
+        return [layer(hidden, packed_seq_params=batch)[0] for layer in layers]
+
+
+def by_checkpoint_key(layer) -> dict[str, torch.Tensor]:
+    weights = {}
+    for name, parameter in layer.named_parameters():
+        components = parameter.declaration.components
+        if not components:
+            weights[name] = parameter.detach()
+            continue
+        parts = parameter.detach().split(list(components.values()))
+        weights |= {f"{name}.{c}": part for c, part in zip(components, parts, strict=True)}
+    return weights
+
+
+def load(layer, weights: dict[str, torch.Tensor]) -> None:
+    expected = by_checkpoint_key(layer)
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        assert weights[name].shape == value.shape
+        assert weights[name].dtype == value.dtype
+        value.copy_(weights[name])
+
+
+@pytest.mark.parametrize("forget_gate", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_a_converted_layer_computes_nearly_what_the_softmax_layer_did(qk_norm, forget_gate):
+    source = SoftmaxConfig(**SHAPE, qk_norm=qk_norm, rope_base=None)
+    target = PathConfig(**SHAPE, qk_norm=qk_norm, w_rank=4, forget_gate=forget_gate)
+    [(softmax, path)] = run_on_ranks(1, outputs, target, source)
+    distance = float((path - softmax).norm() / softmax.norm())
+    # Householder maps of beta = 0.005, 48 of them at most.
+    assert 0 < distance < 0.02
+
+
+def test_a_converted_layer_loses_only_rope():
+    rope = SoftmaxConfig(**SHAPE)
+    target = PathConfig(**SHAPE, w_rank=4)
+    [(_, path)] = run_on_ranks(1, outputs, target, rope)
+    [(plain, _)] = run_on_ranks(1, outputs, target, SoftmaxConfig(**SHAPE, rope_base=None))
+    assert float((path - plain).norm() / plain.norm()) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_heads": 4}, "kv_heads=2 of the path mixer: the softmax layer has 4"),
+        ({"qk_norm": True}, "qk_norm=False of the path mixer: the softmax layer has True"),
+        ({"window": 8}, "window=8 of the softmax layer"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(change, message):
+    source = SoftmaxConfig(**(SHAPE | change))
+    with pytest.raises(ConfigError, match=message):
+        softmax_to_path({}, source, PathConfig(**SHAPE), init_std=0.02, generator=torch.Generator())
