@@ -80,7 +80,24 @@ def _features_of(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor) -> tuple[Tensor
     dtype = torch.promote_types(v_BTHV.dtype, torch.float32)
     no_decay_BTH = torch.zeros(v_BTHV.shape[:3], dtype=dtype, device=v_BTHV.device)
     v_BTHW = F.pad(v_BTHV.to(dtype), (0, 1), value=1.0)
-    return features(q_BTHK.to(dtype)), features(k_BTHK.to(dtype)), v_BTHW, no_decay_BTH
+    phi_q_BTHK, phi_k_BTHK = (_Features.apply(x, dtype) for x in (q_BTHK, k_BTHK))
+    return phi_q_BTHK, phi_k_BTHK, v_BTHW, no_decay_BTH  # type: ignore[return-value]
+
+
+class _Features(torch.autograd.Function):
+    """phi, differentiated from its own value: phi'(x) = min(phi(x), 1). Keeps nothing else."""
+
+    @staticmethod
+    def forward(ctx, x, dtype):
+        phi = features(x.to(dtype))
+        ctx.save_for_backward(phi)
+        ctx.dtype = x.dtype
+        return phi
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        (phi,) = ctx.saved_tensors
+        return (grad * phi.clamp(max=1)).to(ctx.dtype), None
 
 
 def _normalised(o_W: Tensor) -> Tensor:

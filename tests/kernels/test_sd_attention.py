@@ -87,7 +87,7 @@ def test_blocks_do_not_change_the_result(block, monkeypatch):
 
 
 def causal_forward(q_THE, k_THE, v_THE, cu_seqlens, longest, scale):
-    """What the GPU's kernel gives: causal attention that includes the token itself, and z [H, T]."""
+    """What the GPU's kernel gives: causal attention that includes the token, and z [H, T]."""
     assert q_THE.shape == k_THE.shape == v_THE.shape
     assert q_THE.shape[-1] % 8 == 0
     logits_HTT = causal_logits(q_THE, k_THE, cu_seqlens, scale)

@@ -47,9 +47,9 @@ class Config(MixerConfig):
         self, hidden_size: int, tensor: int, bytes_per_element: int
     ) -> float:
         key, value = self.widths()
-        # What the features and the division are differentiated at, in fp32: q and k, their
-        # features, the values with the normaliser's column, the op's output, the log decay.
-        fp32 = 3 * 2 * key + 2 * (value + self.heads) + 2 * self.heads
+        # In fp32: the features, values and output with the normaliser's column, the normaliser as
+        # divided by, the log decay.
+        fp32 = 2 * key + 2 * (value + self.heads) + 2 * self.heads
         return (value * bytes_per_element + 4 * fp32) / tensor
 
     def working_bytes(

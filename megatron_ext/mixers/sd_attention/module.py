@@ -48,9 +48,7 @@ class Mixer(ShardedModule):
         batch, mixer = packed_seq_params, self.mixer
         assert batch is not None
         q, k, v, *damping = self.in_proj(hidden_TBD)
-        q_THK, k_THK, v_THK = (
-            x.reshape(x.shape[0], -1, mixer.head_dim) for x in (q, k, v)
-        )
+        q_THK, k_THK, v_THK = (x.reshape(x.shape[0], -1, mixer.head_dim) for x in (q, k, v))
         d_TH = self._damping(damping, q_THK.shape[0])
         if mixer.rope_base is not None:
             cos, sin = batch.rope(mixer.rope_base, mixer.head_dim)
