@@ -99,9 +99,16 @@ def _mount_prep() -> None:
     app.add_typer(prep, name="prep", help="Corpora into indexed shards.")
 
 
+def _mount_spectral() -> None:
+    from mixtron.launch.spectral.cli import app as spectral
+
+    app.add_typer(spectral, name="spectral", help="Routing and filtering in attention heads.")
+
+
 def main() -> None:
     """Runs the command; an error a person can mend is one line and its exit code."""
     _mount_prep()
+    _mount_spectral()
     try:
         app()
     except Exception as error:

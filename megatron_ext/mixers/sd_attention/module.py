@@ -47,12 +47,7 @@ class Mixer(ShardedModule):
     ):
         batch, mixer = packed_seq_params, self.mixer
         assert batch is not None
-        q, k, v, *damping = self.in_proj(hidden_TBD)
-        q_THK, k_THK, v_THK = (x.reshape(x.shape[0], -1, mixer.head_dim) for x in (q, k, v))
-        d_TH = self._damping(damping, q_THK.shape[0])
-        if mixer.rope_base is not None:
-            cos, sin = batch.rope(mixer.rope_base, mixer.head_dim)
-            q_THK, k_THK = apply_rope(q_THK, cos, sin), apply_rope(k_THK, cos, sin)
+        q_THK, k_THK, v_THK, d_TH = self.attention_inputs(hidden_TBD, batch)
         if batch.decoding:
             return self.out_proj(self._decode(q_THK, k_THK, v_THK, d_TH, batch))
         if batch.context_size > 1:
@@ -75,6 +70,16 @@ class Mixer(ShardedModule):
         if batch.context_size > 1:
             o_THK = heads_to_sequence(o_THK, self.cp_group)
         return self.out_proj(o_THK.reshape(o_THK.shape[0], 1, -1))
+
+    def attention_inputs(self, hidden_TBD: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+        """q, k, v [T, H, K] and d [T, H] of the local tokens and heads."""
+        mixer = self.mixer
+        q, k, v, *damping = self.in_proj(hidden_TBD)
+        q_THK, k_THK, v_THK = (x.reshape(x.shape[0], -1, mixer.head_dim) for x in (q, k, v))
+        if mixer.rope_base is not None:
+            cos, sin = batch.rope(mixer.rope_base, mixer.head_dim)
+            q_THK, k_THK = apply_rope(q_THK, cos, sin), apply_rope(k_THK, cos, sin)
+        return q_THK, k_THK, v_THK, self._damping(damping, q_THK.shape[0])
 
     def _damping(self, projected: list[Tensor], tokens: int) -> Tensor:
         """d [T, H] fp32 of the local tokens and heads."""
