@@ -7,6 +7,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from mixtron.launch.spectral.surgery_cli import register
+
 
 class _MeasureByDefault(TyperGroup):
     """`mixtron spectral MODEL` is `mixtron spectral measure MODEL`."""
@@ -18,6 +20,7 @@ class _MeasureByDefault(TyperGroup):
 
 
 app = typer.Typer(cls=_MeasureByDefault, no_args_is_help=True)
+register(app)
 ModelPath = Annotated[
     Path, typer.Argument(help="A run, one of its checkpoints, or a Hugging Face folder.")
 ]

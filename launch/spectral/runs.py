@@ -21,6 +21,7 @@ from mixtron.launch.spectral.weights import (
 )
 from mixtron.megatron_ext.mixers.sd_attention.config import Config as SDAttention
 from mixtron.megatron_ext.mixers.softmax_attention.config import Config as SoftmaxAttention
+from mixtron.megatron_ext.optimizer_state import PREFIX
 
 
 class StoredTensors:
@@ -32,6 +33,14 @@ class StoredTensors:
 
     def get(self, name: str) -> Tensor | None:
         return self[name] if name in self.entries else None
+
+    def of_model(self) -> list[str]:
+        """Names of the model's own tensors: without the optimizer's moments of each."""
+        return [
+            name
+            for name, entry in self.entries.items()
+            if isinstance(entry, TensorStorageMetadata) and not name.startswith(PREFIX)
+        ]
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]

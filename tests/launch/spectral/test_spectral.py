@@ -152,10 +152,11 @@ def test_one_plane_of_rotation_has_rank_two():
 def test_random_weights_of_gpt2s_size_give_known_values():
     """Independent N(0, s^2) queries and keys, D = 768, K = 64.
 
-    E|skew|^2 / E|M|^2 = (1 - 1/D) / 2, since E tr(M M) = K D s^4 and E|M|^2 = K D^2 s^4. W_K W_Q^T has
-    entries of variance D s^4: its eigenvalues fill the disc of radius s^2 sqrt(D K) evenly (circular
-    law), so their mean square is half the radius' and every head has some of positive real part. As W_Q
-    and W_K are nearly orthogonal to each other, all 2K singular values of both parts are of one size.
+    E|skew|^2 / E|M|^2 = (1 - 1/D) / 2, since E tr(M M) = K D s^4 and E|M|^2 = K D^2 s^4. W_K W_Q^T
+    has entries of variance D s^4: its eigenvalues fill the disc of radius s^2 sqrt(D K) evenly
+    (circular law), so their mean square is half the radius' and every head has some of positive
+    real part. As W_Q and W_K are nearly orthogonal to each other, all 2K singular values of both
+    parts are of one size.
     """
     size, width, heads, std = 768, 64, 12, 0.02
     generator = torch.Generator().manual_seed(0)
