@@ -97,10 +97,12 @@ def _mount_groups() -> None:
     from mixtron.data_prep.cli import app as prep
     from mixtron.launch.checkpoint_cli import app as ckpt
     from mixtron.launch.eval_cli import app as evaluation
+    from mixtron.launch.spectral.cli import app as spectral
 
     app.add_typer(prep, name="prep", help="Corpora into indexed shards.")
     app.add_typer(ckpt, name="ckpt", help="Look at checkpoints; check, compare, convert them.")
     app.add_typer(evaluation, name="eval")
+    app.add_typer(spectral, name="spectral", help="Routing and filtering in attention heads.")
 
 
 def main() -> None:

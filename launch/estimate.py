@@ -6,6 +6,10 @@ PEAK_BF16_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 """Dense bf16 FLOP/s by the vendor's data sheets, for MFU. Matched inside the device's name."""
 
 
+NORM_PARAMETERS = {"rmsnorm": 1, "layernorm": 2, "none": 0}
+"""Of one norm, a channel."""
+
+
 def parameters(config: RunConfig) -> dict[str, int]:
     """Trainable parameters by part over all ranks, vocabulary padding included."""
     model = config.model
@@ -16,7 +20,7 @@ def parameters(config: RunConfig) -> dict[str, int]:
             key = f"{name}.{part}"
             parts[key] = parts.get(key, 0) + count
     parts["mlp"] = model.layers * 3 * width * model.ffn_hidden_size
-    parts["norms"] = (2 * model.layers + 1) * width
+    parts["norms"] = NORM_PARAMETERS[model.norm] * (2 * model.layers + 1) * width
     if not model.tied_embeddings:
         parts["output"] = model.padded_vocab_size * width
     return {part: count for part, count in parts.items() if count}

@@ -5,6 +5,7 @@ allocator holds without using it come on top.
 """
 
 from mixtron.launch.config import RunConfig
+from mixtron.launch.estimate import NORM_PARAMETERS
 
 MASK_BYTES = 1
 """Of a dropout mask, an element."""
@@ -74,7 +75,7 @@ def stage_parameters(config: RunConfig, stage: int) -> float:
     split += vocabulary * first
     # Tied embeddings are held a second time where the first stage is not the last.
     split += vocabulary * (last and not (first and model.tied_embeddings))
-    norms = (2 * len(layers) + last) * width
+    norms = NORM_PARAMETERS[model.norm] * (2 * len(layers) + last) * width
     return split / parallel.tensor + norms
 
 
@@ -87,7 +88,7 @@ def _activations(config: RunConfig, world_size: int, stage: int) -> float:
         per_token = sum(_layer_bytes(config, name) for name in layers)
     per_token *= _passes_in_flight(config, world_size, stage)
     if stage == config.parallel.pipeline - 1:
-        per_token += 2 * _residual_bytes(config)  # input and output of the final norm
+        per_token += _norm_bytes(config)  # the final norm's
     return per_token * micro_batch_tokens(config)
 
 
@@ -111,12 +112,16 @@ def _residual_bytes(config: RunConfig) -> float:
     return config.model.hidden_size * element_bytes(config) / split
 
 
+def _norm_bytes(config: RunConfig) -> float:
+    """A norm's input, and its output as the next projection's input, a token."""
+    return (1 if config.model.norm == "none" else 2) * _residual_bytes(config)
+
+
 def _layer_bytes(config: RunConfig, name: str) -> float:
     """What autograd keeps of one layer, a token."""
     model, element = config.model, element_bytes(config)
     tensor, residual = config.parallel.tensor, _residual_bytes(config)
-    # Each norm's input, and its output as the next projection's input.
-    kept = 4 * residual
+    kept = 2 * _norm_bytes(config)
     if model.dropout > 0:
         kept += 2 * residual / element * MASK_BYTES
     mixer = config.mixers[name]

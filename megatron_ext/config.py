@@ -26,6 +26,8 @@ class ModelConfig(Section):
     pattern: Annotated[list[str], Field(min_length=1)]
     """Names from `mixers:`, repeated to the depth."""
     tied_embeddings: bool = False
+    norm: Literal["rmsnorm", "layernorm", "none"] = "rmsnorm"
+    """Before each mixer and MLP and before the output layer."""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """On each residual branch."""

@@ -38,18 +38,31 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__()
         self.eps = eps
-        self.weight = declare(
-            nn.Parameter(
-                torch.empty(
-                    hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()
-                )
-            ),
-            constant(1.0),
-        )
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = _of_channels(config, hidden_size, 1.0)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / std(x) * weight + bias. Under sequence parallelism as RMSNorm."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.weight = _of_channels(config, hidden_size, 1.0)
+        self.bias = _of_channels(config, hidden_size, 0.0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def _of_channels(config: TransformerConfig, hidden_size: int, start: float) -> nn.Parameter:
+    """A norm's parameter, with the mark that makes Megatron sum it under sequence parallelism."""
+    empty = torch.empty(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+    parameter = declare(nn.Parameter(empty), constant(start))
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter
 
 
 class ShardedModule(MegatronModule):

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.config import ModelConfig, ParallelConfig
-from mixtron.megatron_ext.layers import RMSNorm
+from mixtron.megatron_ext.layers import LayerNorm, RMSNorm
 from mixtron.megatron_ext.mixers import mixer_module
 from mixtron.megatron_ext.mixers.base import MixerConfig
 from mixtron.megatron_ext.parallel import Ranks
@@ -38,6 +39,7 @@ from mixtron.megatron_ext.parameters import declare, initialise, normal, residua
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # deprecation note
 
 EMBEDDING = "embedding.word_embeddings.weight"
+NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm, "none": IdentityOp}
 
 
 def transformer_config(
@@ -131,6 +133,8 @@ def build_model(
             vp_stage=vp_stage,
         )
         _declare_library_parameters(chunk, model)
+        if model.norm == "none" and chunk.pre_process:
+            _to_unit_size(chunk.embedding, model.init_std)
         chunk.to(ranks.device)
         initialise(global_parameters(chunk), seed, ranks.tensor_rank, ranks.tensor_size)
         chunks.append(chunk)
@@ -156,12 +160,18 @@ def _layer_specs(
             module=mixer_module(mixer.type),
             params={"mixer": mixer},
         )
-        spec.submodules.input_layernorm = RMSNorm
-        spec.submodules.pre_mlp_layernorm = RMSNorm
+        spec.submodules.input_layernorm = NORMS[model.norm]
+        spec.submodules.pre_mlp_layernorm = NORMS[model.norm]
         # The library renames its norms for Transformer Engine's sake; ours keep their names.
         spec.submodules.sharded_state_dict_keys_map = {}
         specs.append(spec)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=NORMS[model.norm])
+
+
+def _to_unit_size(embedding: nn.Module, init_std: float) -> None:
+    """Divides the embedding's output by init_std, so that the residual stream starts at the size
+    that a norm would give it. Tied output weights stay as they are."""
+    embedding.register_forward_hook(lambda module, inputs, output: output / init_std)  # type: ignore
 
 
 def _declare_library_parameters(chunk: GPTModel, model: ModelConfig) -> None:

@@ -78,6 +78,7 @@ class Case:
     """The lengths of each sequence's documents."""
     tied: bool = False
     vocab_multiple: int = 32
+    norm: str = "rmsnorm"
     fault: str | None = None
     """A fault of `faults.py` that is put into the code under test."""
 
@@ -94,6 +95,7 @@ class Case:
             "init_std": 0.5 * config.model.hidden_size**-0.5,
             "tied_embeddings": self.tied,
             "vocab_multiple": self.vocab_multiple,
+            "norm": self.norm,
         }
         training = {
             "recompute": "full" if layout.recompute else "none",

@@ -8,6 +8,8 @@ from mixtron.kernels.gated_linear_attention import (
     gated_linear_attention,
     gated_linear_attention_reference,
 )
+from mixtron.kernels.linear_attention import linear_attention, linear_attention_reference
+from mixtron.kernels.sd_attention import sd_attention, sd_attention_reference
 from mixtron.kernels.softmax_attention import softmax_attention, softmax_attention_reference
 from mixtron.kernels.windowed_attention import (
     document_permutation,
@@ -58,6 +60,52 @@ def test_softmax_attention(heads, kv_heads, window):
 
     compare(
         run(packed, inputs, torch.bfloat16, "cuda"),
+        run(reference, inputs, torch.float64, "cpu"),
+        run(reference, inputs, torch.bfloat16, "cpu"),
+    )
+
+
+@pytest.mark.parametrize("width", [64, 12])
+def test_sd_attention(width):
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(LENGTHS)
+    inputs = {
+        name: torch.randn(tokens, 4, width, generator=generator, dtype=torch.float64).bfloat16()
+        for name in "qkv"
+    }
+    inputs["d"] = torch.randn(tokens, 4, generator=generator).exp()
+    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0), tokens], dtype=torch.int32)
+
+    def reference(q, k, v, d):
+        return sd_attention_reference(q, k, v, d.to(v.dtype), LENGTHS, scale=width**-0.5)
+
+    def packed(q, k, v, d):
+        return sd_attention(q, k, v, d, LENGTHS, cu.to(q.device), scale=width**-0.5)
+
+    compare(
+        run(packed, inputs, torch.bfloat16, "cuda", ("d",)),
+        run(reference, inputs, torch.float64, "cpu", ("d",)),
+        run(reference, inputs, torch.bfloat16, "cpu", ("d",)),
+    )
+
+
+def test_linear_attention():
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(LENGTHS)
+    inputs = {
+        name: torch.randn(1, tokens, 4, 64, generator=generator, dtype=torch.float64).bfloat16()
+        for name in "qkv"
+    }
+    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0), tokens], dtype=torch.int32)
+
+    def reference(q, k, v):
+        return linear_attention_reference(q, k, v, cu)
+
+    def chunked(q, k, v):
+        return linear_attention(q, k, v, cu_seqlens=cu.to(q.device))[0]
+
+    compare(
+        run(chunked, inputs, torch.bfloat16, "cuda"),
         run(reference, inputs, torch.float64, "cpu"),
         run(reference, inputs, torch.bfloat16, "cpu"),
     )

@@ -38,17 +38,7 @@ class Mixer(ShardedModule):
     ):
         batch, mixer = packed_seq_params, self.mixer
         assert batch is not None
-        q_THK, k_TGK, v_TGK = (
-            part.reshape(part.shape[0], -1, mixer.head_dim) for part in self.in_proj(hidden_TBD)
-        )
-        if mixer.qk_norm:
-            q_weight, k_weight = replicated(self.tp_group, self.q_norm_weight, self.k_norm_weight)
-            eps = self.config.layernorm_epsilon
-            q_THK = F.rms_norm(q_THK, q_weight.shape, q_weight, eps)
-            k_TGK = F.rms_norm(k_TGK, k_weight.shape, k_weight, eps)
-        if mixer.rope_base is not None:
-            cos, sin = batch.rope(mixer.rope_base, mixer.head_dim)
-            q_THK, k_TGK = apply_rope(q_THK, cos, sin), apply_rope(k_TGK, cos, sin)
+        q_THK, k_TGK, v_TGK = self.attention_inputs(hidden_TBD, batch)
         if batch.context_size > 1:
             q_THK, k_TGK, v_TGK = (
                 sequence_to_heads(x, self.cp_group) for x in (q_THK, k_TGK, v_TGK)
@@ -69,6 +59,22 @@ class Mixer(ShardedModule):
         if batch.context_size > 1:
             o_THK = heads_to_sequence(o_THK, self.cp_group)
         return self.out_proj(o_THK.reshape(o_THK.shape[0], 1, -1))
+
+    def attention_inputs(self, hidden_TBD: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+        """q [T, H, K], k and v [T, G, K] of the local tokens and heads, as attention takes them."""
+        mixer = self.mixer
+        q_THK, k_TGK, v_TGK = (
+            part.reshape(part.shape[0], -1, mixer.head_dim) for part in self.in_proj(hidden_TBD)
+        )
+        if mixer.qk_norm:
+            q_weight, k_weight = replicated(self.tp_group, self.q_norm_weight, self.k_norm_weight)
+            eps = self.config.layernorm_epsilon
+            q_THK = F.rms_norm(q_THK, q_weight.shape, q_weight, eps)
+            k_TGK = F.rms_norm(k_TGK, k_weight.shape, k_weight, eps)
+        if mixer.rope_base is not None:
+            cos, sin = batch.rope(mixer.rope_base, mixer.head_dim)
+            q_THK, k_TGK = apply_rope(q_THK, cos, sin), apply_rope(k_TGK, cos, sin)
+        return q_THK, k_TGK, v_TGK
 
     def _decode(self, q_BHK: Tensor, k_BGK: Tensor, v_BGK: Tensor, batch: Batch) -> Tensor:
         """Each sequence's newest query against its own cached keys. [B, 1, H K]."""

@@ -1,0 +1,1 @@
+"""Causal linear attention with ELU + 1 features, normalised."""

@@ -1,0 +1,1 @@
+"""S-D attention: skew-symmetric routing less diagonal damping."""

@@ -1,0 +1,86 @@
+"""Options of S-D attention."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from mixtron.megatron_ext.mixers.base import (
+    MixerConfig,
+    require_context_divides,
+    require_divisible,
+)
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Config(MixerConfig):
+    type: Literal["sd_attention"] = "sd_attention"  # pyright: ignore[reportIncompatibleVariableOverride]
+    heads: Positive
+    """Of queries, keys and values alike: a cached key holds its head's query too."""
+    head_dim: Annotated[int, Field(gt=0, le=128)]
+    """Scores are products of twice this width, and the kernels stop at 256."""
+    d: Literal["token", "head"] = "token"
+    """The damping: softplus of a projection of each token, or one number a head."""
+    rope_base: Annotated[float, Field(gt=1)] | None = 10000.0
+    """null: no position encoding."""
+
+    context_parallel: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _rotary_pairs(self):
+        if self.rope_base is not None and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; use an even one or rope_base=null")
+        return self
+
+    @property
+    def width(self) -> int:
+        """Of all heads' queries, keys or values."""
+        return self.heads * self.head_dim
+
+    def components(self) -> dict[str, int]:
+        """Rows of the fused input projection."""
+        parts = {"query": self.width, "key": self.width, "value": self.width}
+        return parts | ({"damping": self.heads} if self.d == "token" else {})
+
+    def parameters(self, hidden_size: int) -> dict[str, int]:
+        return {
+            "projections": hidden_size * (sum(self.components().values()) + self.width),
+            "damping": self.heads,
+        }
+
+    def flops_per_token(self, hidden_size: int, sequence_length: int) -> float:
+        # Scores of width 2 head_dim, and the values, over all earlier tokens.
+        attended = (sequence_length - 1) / 2
+        return 2 * self.parameters(hidden_size)["projections"] + 6 * self.width * attended
+
+    def state_bytes(self, context_tokens: int, bytes_per_element: int) -> int:
+        return 3 * context_tokens * self.width * bytes_per_element
+
+    def activation_bytes_per_token(
+        self, hidden_size: int, tensor: int, bytes_per_element: int
+    ) -> float:
+        # The projection's output, of which v is a view, and the op's output.
+        elements = sum(self.components().values()) + self.width
+        elements += 2 * self.width if self.rope_base is not None else 0  # q and k rotated
+        # The damping and the log-sum-exp; softplus' argument where it is each token's own.
+        fp32 = (3 if self.d == "token" else 2) * self.heads
+        return (elements * bytes_per_element + 4 * fp32) / tensor
+
+    def working_bytes(
+        self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
+    ) -> float:
+        # Twice as wide as a head: q', k', v, the output and its gradient, the gradients of the
+        # first three, and FlashAttention's fp32 sum for q's. Beside them the output's gradient as
+        # it came, in the model's dtype and in fp32.
+        elements = 2 * 8 + 1
+        return tokens * self.width / tensor * (elements * bytes_per_element + 4 * 2 + 4)
+
+    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+        # q, k, v and the output; the damping in fp32.
+        exchanged = 4 * self.width * element + 4 * self.heads
+        return tokens * exchanged / tensor * (context - 1) / context
+
+    def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
+        super().check(name, hidden_size, tensor, context)
+        require_divisible(name, "heads", self.heads, tensor)
+        require_context_divides(name, "heads", self.heads // tensor, tensor, context)
