@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-from mixtron.launch import exit_codes
+from mixtron.launch import exit_codes, heartbeat
 from mixtron.launch.checkpoint import remove_old, save_checkpoint
 from mixtron.launch.config import RunConfig
 from mixtron.launch.data import TrainingData, ValidationData
@@ -19,6 +19,7 @@ from mixtron.launch.metrics import Metrics, step_line
 from mixtron.launch.micro_batch import collate, run_micro_batches
 from mixtron.launch.schedule import learning_rate
 from mixtron.launch.signals import StopFlag
+from mixtron.launch.stragglers import compare_ranks
 from mixtron.megatron_ext.optimizer import clip_and_step, set_learning_rate
 from mixtron.megatron_ext.parallel import Ranks
 
@@ -73,11 +74,15 @@ def train(run: Run) -> int:
             tensorboard=config.logging.tensorboard,
         )
     saved_step = progress.step
+    heartbeat.beat("first_step", progress.step + 1)
     while progress.step < steps:
         started = time.perf_counter()
         values = train_step(run)
         step = progress.step
         seconds = time.perf_counter() - started
+        every = config.logging.ranks_every_steps
+        if every and step % every == 0:
+            values |= compare_ranks(ranks.device, seconds, run.say)
         if metrics is not None and step % config.logging.every_steps == 0:
             values |= speed(config, ranks, seconds)
             metrics.log(step, values)
@@ -94,8 +99,9 @@ def train(run: Run) -> int:
             save(run)
             saved_step = step
         if stopping and step < steps:
-            run.say(f"stopped by signal after step {step}; resume with the same command")
+            run.say(f"stopped on request after step {step}; resume with the same command")
             return exit_codes.PREEMPTED
+        heartbeat.beat("step", step + 1)
     if metrics is not None:
         metrics.close()
     return exit_codes.FINISHED
@@ -191,6 +197,7 @@ def save(run: Run) -> None:
         "data": run.data.state_dict(),
         "data_record": run.data.record(),
     }
+    heartbeat.beat("save", run.progress.step)
     report = save_checkpoint(
         run.checkpoints,
         run.progress.step,

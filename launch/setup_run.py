@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mixtron.launch import heartbeat
 from mixtron.launch.agreement import on_first
 from mixtron.launch.checkpoint import (
     check_shared_folder,
@@ -16,6 +17,7 @@ from mixtron.launch.config import RunConfig, dump_config
 from mixtron.launch.data import TrainingData, ValidationData, compare_records
 from mixtron.launch.lifetime import lock_run_folder
 from mixtron.launch.loop import Progress, Run
+from mixtron.launch.preflight import check_ranks
 from mixtron.launch.signals import StopFlag
 from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.model import build_model
@@ -25,9 +27,17 @@ from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_pa
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def prepare(config: RunConfig, data: TrainingData, validation: dict[str, ValidationData]) -> Run:
+def prepare(
+    config: RunConfig,
+    data: TrainingData,
+    validation: dict[str, ValidationData],
+    stop: StopFlag | None = None,
+) -> Run:
     """All ranks call it. Raises errors with an exit code for what a person must mend."""
+    stop = stop or StopFlag()
     device = init_distributed()
+    check_ranks(device)
+    stop.stop_if_agreed(device, "before the model was built")
     parallel, training = config.parallel, config.training
     ranks = init_model_parallel(
         parallel.tensor,
@@ -40,7 +50,6 @@ def prepare(config: RunConfig, data: TrainingData, validation: dict[str, Validat
     on_first(ranks, lambda: claim_run_folder(config))
     console = Console(soft_wrap=True, highlight=False)
     say = (lambda text: console.print(text, markup=False)) if ranks.is_first else lambda text: None
-    stop = StopFlag()
     bf16 = training.precision == "bf16"
     chunks = build_model(
         config.model,
@@ -56,7 +65,9 @@ def prepare(config: RunConfig, data: TrainingData, validation: dict[str, Validat
     optimizer = build_optimizer(wrapped, config.optimizer, ranks, bf16=bf16)
     run = Run(config, ranks, wrapped, optimizer, data, validation, Progress(), stop, say)
     say(describe(config, ranks))
+    heartbeat.beat("load")
     resume(run)
+    stop.stop_if_agreed(device, f"before step {run.progress.step + 1}")
     return run
 
 
