@@ -93,17 +93,17 @@ def quickstart(
     run(folder)
 
 
-def _mount_parts() -> None:
+def mount_parts() -> None:
     from mixtron.data_prep.cli import app as prep
     from mixtron.launch.slurm.cli import add_to
 
-    add_to(app)
+    add_to(app, prep)
     app.add_typer(prep, name="prep", help="Corpora into indexed shards.")
 
 
 def main() -> None:
     """Runs the command; an error a person can mend is one line and its exit code."""
-    _mount_parts()
+    mount_parts()
     try:
         app()
     except Exception as error:

@@ -130,7 +130,31 @@ def cancel(
         print(f"{run_dir}: {cancel_run(run_dir, now=now, patience_s=patience_s)}")
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds these commands to `mixtron`."""
+def prep_submit(
+    prefix: Annotated[Path, typer.Argument(help="Of a plan made by `mixtron prep plan`.")],
+    cluster: Cluster = None,
+    elements: Annotated[int, typer.Option(min=1, help="Array elements at most.")] = 16,
+    workers: Annotated[int, typer.Option(min=1, help="Processes of an element.")] = 8,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the script.")] = False,
+) -> None:
+    """Run a corpus plan as a SLURM array, then merge and verify; again: only what is left."""
+    from mixtron.launch.slurm import prep
+    from mixtron.launch.slurm.config import SlurmConfig, load_profile
+
+    slurm = SlurmConfig.model_validate(load_profile(cluster) if cluster else {})
+    planned = prep.plan(prefix, slurm, elements, workers)
+    if dry_run:
+        print(planned.script, end="")
+        return
+    *array, finish = prep.submit(planned)
+    done = planned.elements - len(planned.left)
+    before = f"array {array[0]}: {len(planned.left)} elements, then " if array else ""
+    print(f"{before}job {finish}: merge and verify ({done} of {planned.elements} were done before)")
+    print(f"output in {planned.folder}")
+
+
+def add_to(app: typer.Typer, prep: typer.Typer) -> None:
+    """Adds these commands to `mixtron`, and `submit` to `mixtron prep`."""
+    prep.command("submit")(prep_submit)
     for command in (submit, status, logs, cancel):
         app.command()(command)

@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +50,10 @@ def call(*command: str) -> str:
     return answer.stdout
 
 
-def sbatch(script: Path, *options: str) -> str:
+def sbatch(script: Path, *options: str, arguments: Sequence[str] = ()) -> str:
     """Submits; returns the job's id."""
-    return call("sbatch", "--parsable", *options, str(script)).strip().split(";")[0]
+    answer = call("sbatch", "--parsable", *options, str(script), *arguments)
+    return answer.strip().split(";")[0]
 
 
 def queued_jobs() -> list[QueuedJob]:
