@@ -6,6 +6,7 @@ that a rank makes without the others, which a hot, throttled or crowded node doe
 
 import time
 from collections.abc import Callable
+from statistics import median_low
 
 import torch
 import torch.distributed as dist
@@ -22,29 +23,29 @@ def compare_ranks(
     """Medians and maxima over all ranks, for the log; names the slow ones. All ranks call it."""
     answers: list = [None] * dist.get_world_size()
     dist.all_gather_object(answers, (node_name(), step_s, probe_s(device)))
-    values = {}
-    for column, name in ((1, "step_s"), (2, "probe_s")):
-        seconds = sorted(answer[column] for answer in answers)
-        values[f"ranks/{name}_median"] = seconds[(len(seconds) - 1) // 2]
-        values[f"ranks/{name}_max"] = seconds[-1]
-    for line in slow_ranks(answers):
+    nodes, step_times, probe_times = map(list, zip(*answers, strict=True))
+    for line in [
+        *slow_ranks(nodes, step_times, "its step"),
+        *slow_ranks(nodes, probe_times, "a fixed matrix product"),
+    ]:
         say(line)
-    return values
+    return {
+        "ranks/step_s_median": median_low(step_times),
+        "ranks/step_s_max": max(step_times),
+        "ranks/probe_s_median": median_low(probe_times),
+        "ranks/probe_s_max": max(probe_times),
+    }
 
 
-def slow_ranks(answers: list[tuple[str, float, float]]) -> list[str]:
-    """One line for each rank far above the median of the ranks' (node, step_s, probe_s)."""
-    lines = []
-    for column, what in ((1, "its step"), (2, "a fixed matrix product")):
-        seconds = sorted(answer[column] for answer in answers)
-        median_s = seconds[(len(seconds) - 1) // 2]
-        for rank, answer in enumerate(answers):
-            if answer[column] > SLOW * median_s:
-                lines.append(
-                    f"slow: rank {rank} on {answer[0]} took {answer[column] / median_s:.1f} times "
-                    f"the ranks' median for {what} ({answer[column]:.3g} s)"
-                )
-    return lines
+def slow_ranks(nodes: list[str], times_s: list[float], what: str) -> list[str]:
+    """One line for each rank far above the median of the ranks' times for `what`."""
+    median_s = median_low(times_s)
+    return [
+        f"slow: rank {rank} on {node} took {time_s / median_s:.1f} times the ranks' median for "
+        f"{what} ({time_s:.3g} s)"
+        for rank, (node, time_s) in enumerate(zip(nodes, times_s, strict=True))
+        if time_s > SLOW * median_s
+    ]
 
 
 def probe_s(device: torch.device) -> float:
@@ -55,7 +56,7 @@ def probe_s(device: torch.device) -> float:
     for _ in range(3):
         _synchronize(device)
         started = time.perf_counter()
-        matrix @ matrix
+        torch.mm(matrix, matrix)
         _synchronize(device)
         best_s = min(best_s, time.perf_counter() - started)
     return best_s

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mixtron.launch.heartbeat import DUMP_SIGNAL, Beat, read_beats, stacks_file
+from mixtron.launch.slurm.task import Task
 
 SHARED_POLL_S = 5.0
 DUMP_S = 1.0
@@ -46,9 +47,9 @@ class RankState:
 
 
 class HangWatch:
-    """Looks after one task's ranks. Arguments as the supervisor's."""
+    """Looks after one task's ranks. Folders as the supervisor's."""
 
-    def __init__(self, task, logs: Path, heartbeats: Path):
+    def __init__(self, task: Task, logs: Path, heartbeats: Path):
         self.task, self.heartbeats, self.logs = task, heartbeats, logs
         self.folder = logs / "hang"
         self._next_shared_s = 0.0

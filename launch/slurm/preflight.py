@@ -10,12 +10,16 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from mixtron.launch.config import RunConfig
 from mixtron.launch.slurm.bad_nodes import NodeError, report
 from mixtron.launch.slurm.hangs import write_json
+from mixtron.launch.slurm.hostlist import count_of
+from mixtron.launch.slurm.task import Task
 from mixtron.launch.validate import checkpoint_bytes
+from mixtron.megatron_ext.errors import ConfigError
 
 TOKEN = "token"
 """Written by the batch script into the logs folder: the launch's name."""
@@ -26,19 +30,21 @@ ARRIVAL_S = 600.0
 MIN_SCRATCH_BYTES = 1 << 30
 
 
-def meet(task, logs: Path, config: RunConfig) -> int:
+def meet(task: Task, logs: Path, config: RunConfig) -> int:
     """Checks this node, waits for all tasks, and returns the port that the first one chose.
 
     Raises:
         NodeError: on all tasks the same; names the nodes.
+        ConfigError: the job has fewer GPUs than the config says.
     """
+    assert config.slurm is not None
+    check_allotment(os.environ, config.slurm.gpus_per_node)
     missing = check_shared(logs / TOKEN, task.launch)
     if missing:  # what this task writes there, none would read
         report(task.node, missing)
         raise NodeError(f"node {task.node}: {missing}")
     arrival = {"node": task.node, "port": 0, "problem": check_node(task, config)}
     if task.task == 0:
-        assert config.slurm is not None
         arrival["port"] = free_port(task.job_id, config.slurm.port_range)
     folder = logs / "arrived"
     folder.mkdir(exist_ok=True)
@@ -46,14 +52,13 @@ def meet(task, logs: Path, config: RunConfig) -> int:
     arrivals = _wait_for_all(task, folder)
     problems = {a["node"]: a["problem"] for a in arrivals if a["problem"]}
     if problems:
-        if task.task == 0:
-            for node, reason in problems.items():
-                report(node, reason)
+        for node, reason in problems.items():
+            report(node, reason)  # by every task: srun kills the others when the first one ends
         raise NodeError("; ".join(f"node {node}: {reason}" for node, reason in problems.items()))
     return arrivals[0]["port"]
 
 
-def _wait_for_all(task, folder: Path) -> list[dict]:
+def _wait_for_all(task: Task, folder: Path) -> list[dict]:
     """The arrivals of all tasks, by task; one that never comes is a problem of its node."""
     deadline_s = time.monotonic() + ARRIVAL_S
     paths = [folder / f"task_{number:05d}.json" for number in range(task.tasks)]
@@ -68,7 +73,7 @@ def _wait_for_all(task, folder: Path) -> list[dict]:
     ]
 
 
-def check_node(task, config: RunConfig) -> str:
+def check_node(task: Task, config: RunConfig) -> str:
     """What keeps this node from running its ranks; empty if nothing does."""
     if task.local_task != 0:
         return ""  # the node's first task looks for all
@@ -95,6 +100,17 @@ def check_shared(token: Path, launch: str) -> str:
             return f"{token}: {error.strerror}"
         time.sleep(0.5)
     return f"run_dir is not shared with the first node: {token} is not there"
+
+
+def check_allotment(environment: Mapping[str, str], expected: int) -> None:
+    """Raises ConfigError when SLURM gave this node fewer GPUs than the run's config counts on."""
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        given = count_of(environment.get(name))
+        if given is not None and given < expected:
+            raise ConfigError(
+                f"slurm.gpus_per_node={expected}, but {name}={environment[name]}: submit with "
+                "`mixtron submit`, which asks for them"
+            )
 
 
 def check_gpus(expected: int) -> str:

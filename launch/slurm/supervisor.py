@@ -11,6 +11,7 @@ from mixtron.launch import exit_codes
 from mixtron.launch.heartbeat import STOP_FILE, read_beats
 from mixtron.launch.lifetime import die_with_parent
 from mixtron.launch.slurm.hangs import HangWatch
+from mixtron.launch.slurm.task import Task
 
 POLL_S = 1.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -20,13 +21,12 @@ class Supervisor:
     """Of the ranks that this task starts.
 
     Args:
-        task: `task.Task`.
         logs: this launch's folder in the run folder, shared by all tasks.
         heartbeats: this task's folder on the node.
     """
 
-    def __init__(self, task, logs: Path, heartbeats: Path):
-        self.task, self.logs, self.heartbeats = task, logs, heartbeats
+    def __init__(self, logs: Path, heartbeats: Path):
+        self.logs, self.heartbeats = logs, heartbeats
         for number in STOP_SIGNALS:
             signal.signal(number, self._stop_ranks)
 
@@ -36,35 +36,38 @@ class Supervisor:
         for beat in read_beats(self.heartbeats):
             send(beat.pid, signal.SIGUSR1)
 
-    def run(self, command: list[str], environment: dict[str, str], run_dir: Path) -> int:
+    def run(
+        self, task: Task, command: list[str], environment: dict[str, str], run_dir: Path
+    ) -> int:
         """Runs the ranks to their end; returns this task's exit code.
 
         A run that was saved and stopped is 0 here: srun kills the other tasks, which may not be
         through with it, as soon as one fails. The run folder's exit.json has the run's code.
         """
         process = subprocess.Popen(command, env=environment, preexec_fn=_prepare_child)
-        watch = HangWatch(self.task, self.logs, self.heartbeats)
+        watch = HangWatch(task, self.logs, self.heartbeats)
         while process.poll() is None:
             if watch.hang_found():
                 process.kill()
                 process.wait()
                 return exit_codes.RETRYABLE
             time.sleep(POLL_S)
-        return self._exit_code(process.returncode, run_dir)
+        return _exit_code(task, process.returncode, run_dir)
 
-    def _exit_code(self, returncode: int, run_dir: Path) -> int:
-        if returncode in (exit_codes.FINISHED, exit_codes.PREEMPTED):
-            return 0
-        if returncode < 0:
-            name = signal.Signals(-returncode).name
-            print(
-                f"mixtron: task {self.task.task} on {self.task.node} was killed by {name}",
-                flush=True,
-            )
-            return exit_codes.RETRYABLE
-        # torchrun's own code says nothing.
-        code = exit_codes.read_exit_file(run_dir, self.task.launch)
-        return 0 if code == exit_codes.PREEMPTED else code
+
+def _exit_code(task: Task, returncode: int, run_dir: Path) -> int:
+    if returncode in (exit_codes.FINISHED, exit_codes.PREEMPTED):
+        return 0
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        print(
+            f"mixtron: task {task.task} on {task.node} was killed by {name}",
+            flush=True,
+        )
+        return exit_codes.RETRYABLE
+    # torchrun's own code says nothing.
+    code = exit_codes.read_exit_file(run_dir, task.launch)
+    return 0 if code == exit_codes.PREEMPTED else code
 
 
 def _prepare_child() -> None:

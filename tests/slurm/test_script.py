@@ -178,7 +178,8 @@ sys.exit(76)
 def test_each_task_reads_its_own_variables(fake, tmp_path):
     task = """
 import os
-from mixtron.launch.slurm.task import Task, rank_variables
+from mixtron.launch.slurm.run_task import rank_variables
+from mixtron.launch.slurm.task import Task
 task = Task.from_environment(os.environ)
 open(os.environ["RUN"] + f"/rank_{task.node_number}", "w").write(str(rank_variables(task, 1)))
 """
@@ -272,7 +273,7 @@ def test_options_of_the_script(tmp_path):
         "--ntasks=16",
         "--container-image='a b.sqsh'",
         f"--container-mounts=/x:/y,{tmp_path}:{tmp_path},{tmp_path}/run:{tmp_path}/run",
-        "python3 -m mixtron.launch.slurm.task",
+        "python3 -m mixtron.launch.slurm.run_task",
     ):
         assert part in text
     apptainer = write_script(tmp_path, **OPTIONS[4]).read_text()
