@@ -34,6 +34,7 @@ def assert_equals_straight(job: Job, jobs: dict[str, Job]) -> None:
         "data.train.0.path={corpus}/shard",
         "data.validation.addresses.path={corpus}/shard",
         "data.validation.addresses.sequences=8",
+        "data.split={{train: 0.7, validation: 0.3}}",
         "training.steps=2",
         "schedule.warmup_steps=1",
         "logging.every_steps=1",
