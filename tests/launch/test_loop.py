@@ -111,3 +111,33 @@ def test_every_layout_trains_alike(corpus, tmp_path, world, overrides):
     for result in run_on_ranks(world, losses, str(config), plain + overrides):
         # fp32 sums in another order, through four optimizer steps.
         assert result == pytest.approx(reference, rel=2e-6)
+
+
+def stop_on_one_rank(config_path: str, after_preparing: bool) -> tuple[int, int]:
+    """Exit code and last step when the time of rank 1 alone is up."""
+    from mixtron.launch import loop
+    from mixtron.launch.config import load_config
+    from mixtron.launch.data import open_data
+    from mixtron.launch.setup_run import prepare
+    from mixtron.launch.signals import StopFlag, Stopped
+
+    config, stop = load_config(config_path), StopFlag()
+    limit_s = 0.0 if torch.distributed.get_rank() == 1 else 3600.0
+    if not after_preparing:
+        stop.limit_duration(limit_s)
+    try:
+        run = prepare(config, *open_data(config)[1:], stop)
+        stop.limit_duration(limit_s)
+        return loop.train(run), run.progress.step
+    except Stopped as stopped:
+        return stopped.exit_code, 0
+
+
+@pytest.mark.parametrize(("after_preparing", "step"), [(False, 0), (True, 1)])
+def test_a_time_limit_of_one_rank_stops_all_at_the_same_step(
+    corpus, tmp_path, after_preparing, step
+):
+    config = write(corpus, tmp_path)
+    assert run_on_ranks(2, stop_on_one_rank, str(config), after_preparing) == [(75, step)] * 2
+    saved = [p.name for p in (tmp_path / "run" / "checkpoints").glob("step_*")]
+    assert saved == ([f"step_{step:08d}"] if step else [])

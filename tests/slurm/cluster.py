@@ -113,7 +113,7 @@ SlurmctldPort={control}
 SlurmUser=root
 AuthType=auth/munge
 # Else a requeued job waits two minutes for its old credential to expire.
-AuthInfo=socket={self.socket},cred_expire=2
+AuthInfo=socket={self.socket},cred_expire=5
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres

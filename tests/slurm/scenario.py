@@ -16,6 +16,7 @@ from tests.slurm.cluster import Cluster
 FAULTS_FOLDER = Path(__file__).parent / "faults"
 WAIT_S = 900
 """For machines that are busy with other things; a job takes seconds of one core."""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 mount_parts()
 
 
@@ -63,7 +64,7 @@ class Job:
     def wait(self, job: str = "") -> tuple[str, int]:
         """Until SLURM has ended the job; its state and the exit code of its last start."""
         deadline_s = time.monotonic() + WAIT_S
-        while (entry := self.show(job))["JobState"] in ("PENDING", "RUNNING", "COMPLETING"):
+        while (entry := self.show(job))["JobState"] not in ENDED:
             assert time.monotonic() < deadline_s, self.all_logs()
             time.sleep(0.3)
         return entry["JobState"], int(entry["ExitCode"].split(":")[0])
@@ -73,6 +74,22 @@ class Job:
         while last_step(self.run_dir) < step:
             assert time.monotonic() < deadline_s, self.all_logs()
             time.sleep(0.1)
+
+    def wait_for_output(self, text: str) -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while text not in self.output():
+            assert time.monotonic() < deadline_s, self.all_logs()
+            time.sleep(0.1)
+
+    def elapsed_minutes(self) -> int:
+        """Begun minutes since SLURM started the job."""
+        clock = self.show()["RunTime"].rsplit("-", 1)[-1]
+        hours, minutes, _ = map(int, clock.split(":"))
+        return 60 * hours + minutes + 1
+
+    def limit_minutes(self, minutes: int) -> None:
+        """Changes the job's time limit, as root may."""
+        self.cluster.ask("scontrol", "update", f"jobid={self.ids[0]}", f"timelimit={minutes}")
 
     def show(self, job: str = "") -> dict[str, str]:
         words = queue.call("scontrol", "-o", "show", "job", job or self.ids[-1]).split()
