@@ -10,7 +10,6 @@ from pathlib import Path
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 NODES = ("n1", "n2", "n3")
-"""SLURM gives n3 first: it weighs less."""
 TASKS_A_NODE = 4
 HOSTS = Path("/etc/hosts")
 HOSTS_LINE = f"127.0.0.1 {' '.join(NODES)} # nodes of a test's SLURM\n"
@@ -61,6 +60,7 @@ class Cluster:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(10)
             daemon.kill()
+        shutil.rmtree(self.socket.parent, ignore_errors=True)
         HOSTS.write_text(HOSTS.read_text().replace(HOSTS_LINE, ""))
         del os.environ["SLURM_CONF"]
 
@@ -101,8 +101,7 @@ class Cluster:
     def _write_config(self) -> None:
         control, *ports = free_ports(1 + len(NODES))
         nodes = "\n".join(
-            f"NodeName={node} NodeHostname=localhost Port={port} CPUs={TASKS_A_NODE} "
-            f"Weight={1 if node == 'n3' else 10}"
+            f"NodeName={node} NodeHostname=localhost Port={port} CPUs={TASKS_A_NODE}"
             for node, port in zip(NODES, ports, strict=True)
         )
         (self.folder / "state").mkdir()
