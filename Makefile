@@ -1,6 +1,6 @@
 # `make quickstart` and `make test` set everything up on first use. Nothing else is needed.
 
-.PHONY: quickstart test soak suites check lock clean
+.PHONY: quickstart test soak suites check slurm lock clean
 
 # A uv that answers, else a private one (a version manager's stub may exist and fail).
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv || echo .tools/bin/uv)
@@ -25,8 +25,16 @@ check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p .typing/mixtron
-	for root in megatron_ext kernels data_prep launch; do ln -sfn ../../$$root .typing/mixtron/$$root; done
+	for root in megatron_ext kernels data_prep launch slurm; do ln -sfn ../../$$root .typing/mixtron/$$root; done
 	$(BIN)/pyright
+
+# The real SLURM that tests/slurm starts, and shellcheck: Debian's packages, which only root installs.
+slurm:
+	@PATH=$$PATH:/usr/sbin; \
+	if ! { command -v slurmctld && command -v munged && command -v shellcheck; } >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -qq --no-install-recommends slurm-wlm munge shellcheck >/dev/null; \
+	fi
 
 # Pins every dependency with its hashes; commit requirements.lock.
 lock: $(if $(filter uv,$(UV)),,.tools/bin/uv)

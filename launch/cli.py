@@ -93,12 +93,14 @@ def quickstart(
     run(folder)
 
 
-def _mount_groups() -> None:
+def mount_parts() -> None:
     from mixtron.data_prep.cli import app as prep
     from mixtron.launch.checkpoint_cli import app as ckpt
     from mixtron.launch.eval_cli import app as evaluation
+    from mixtron.launch.slurm.cli import add_to
     from mixtron.launch.spectral.cli import app as spectral
 
+    add_to(app, prep)
     app.add_typer(prep, name="prep", help="Corpora into indexed shards.")
     app.add_typer(ckpt, name="ckpt", help="Look at checkpoints; check, compare, convert them.")
     app.add_typer(evaluation, name="eval")
@@ -107,7 +109,7 @@ def _mount_groups() -> None:
 
 def main() -> None:
     """Runs the command; an error a person can mend is one line and its exit code."""
-    _mount_groups()
+    mount_parts()
     try:
         app()
     except Exception as error:

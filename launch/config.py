@@ -11,6 +11,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, mode
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from mixtron.launch.slurm.config import SlurmConfig
 from mixtron.launch.synthetic.task import Task, tasks
 from mixtron.megatron_ext.config import (
     Count,
@@ -26,6 +27,7 @@ from mixtron.megatron_ext.mixers import mixer_configs
 AnyMixer = Annotated[reduce(or_, mixer_configs().values()), Field(discriminator="type")]
 AnyTask = Annotated[reduce(or_, tasks().values()), Field(discriminator="task")]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class TrainSource(Section):
@@ -134,6 +136,8 @@ class TrainingConfig(Section):
     """Steps in a row with a non-finite loss or gradient that are skipped before the run stops."""
     debug: bool = False
     """Compare over ranks, at every step, the permutations that stochastic mixers draw."""
+    max_duration_s: PositiveFloat | None = None
+    """Saves and stops, as at a signal, this long after the ranks began; null: never."""
     skip_steps: list[Annotated[list[Positive], Field(min_length=2, max_length=2)]] = []
     """Ranges [first, last] of steps whose batches are passed over, as after a loss spike."""
 
@@ -180,15 +184,27 @@ class CheckpointConfig(Section):
 
 class LoggingConfig(Section):
     every_steps: Positive = 1
+    ranks_every_steps: Count = 100
+    """How often the ranks' speeds are compared, so that a slow node is seen; 0: never."""
     tensorboard: bool = True
 
 
-class SlurmConfig(Section):
-    nodes: Positive = 1
-    gpus_per_node: Positive = 8
-    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")] = "24:00:00"
-    partition: str | None = None
-    account: str | None = None
+class WatchdogConfig(Section):
+    """How long a rank may go without a sign of life, by what it is doing, before it hangs."""
+
+    start_s: PositiveFloat = 1800.0
+    """Imports, process groups, building the model."""
+    load_s: PositiveFloat = 1800.0
+    first_step_s: PositiveFloat = 1800.0
+    """Kernels are compiled in it."""
+    step_s: PositiveFloat = 300.0
+    evaluate_s: PositiveFloat = 300.0
+    """One round of micro-batches."""
+    save_s: PositiveFloat = 1800.0
+
+    def limits_s(self) -> dict[str, float]:
+        """By phase."""
+        return {name.removesuffix("_s"): limit for name, limit in self}
 
 
 class RunConfig(Section):
@@ -204,6 +220,7 @@ class RunConfig(Section):
     training: TrainingConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig = LoggingConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     slurm: SlurmConfig | None = None
 
     @model_validator(mode="after")
@@ -227,13 +244,21 @@ class RunConfig(Section):
         return self.training.global_batch_tokens // self.data.sequence_length
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+def load_config(
+    path: str | Path,
+    overrides: list[str] | None = None,
+    slurm_profile: dict[str, Any] | None = None,
+) -> RunConfig:
     """Reads one YAML 1.2 file, applies `key.path=value` overrides and validates strictly.
 
+    Args:
+        slurm_profile: keys of `slurm:` that the file may replace.
     Raises:
         ConfigError: one line a fault, each with its path and the nearest valid key or values.
     """
     raw = load_mapping(path)
+    if slurm_profile is not None:
+        _put_below(raw, slurm_profile)
     for override in overrides or []:
         _apply_override(raw, override)
     return parse_config(raw)
@@ -278,6 +303,17 @@ def dump_config(config: RunConfig, path: str | Path) -> None:
 def json_schema() -> str:
     """JSON Schema of a config file, for editors."""
     return json.dumps(RunConfig.model_json_schema(), indent=2) + "\n"
+
+
+def _put_below(raw: dict, profile: dict[str, Any]) -> None:
+    """Gives `raw["slurm"]` the profile's keys that it has not itself; variables one by one."""
+    own = raw.get("slurm") or {}
+    if not isinstance(own, dict):
+        return  # refused with the rest
+    merged = profile | own
+    if isinstance(profile.get("environment"), dict) and isinstance(own.get("environment"), dict):
+        merged["environment"] = profile["environment"] | own["environment"]
+    raw["slurm"] = merged
 
 
 def _apply_override(raw: dict, override: str) -> None:

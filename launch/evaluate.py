@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+from mixtron.launch import heartbeat
 from mixtron.launch.config import RunConfig
 from mixtron.launch.data import AnySample, AnyValidation
 from mixtron.launch.micro_batch import collate, run_micro_batches
@@ -26,6 +27,7 @@ def evaluate(
         total, count = 0.0, 0
         per_round = ranks.data_size * config.training.micro_batch_sequences
         for first in range(0, len(data), per_round):
+            heartbeat.beat("evaluate")
             if stop.agreed(ranks.device):
                 return None
             mine = first + ranks.data_rank * config.training.micro_batch_sequences

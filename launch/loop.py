@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-from mixtron.launch import exit_codes
+from mixtron.launch import exit_codes, heartbeat
 from mixtron.launch.agreement import any_rank
 from mixtron.launch.checkpoint_identity import tokenizer_sha256
 from mixtron.launch.config import RunConfig
@@ -21,6 +21,7 @@ from mixtron.launch.micro_batch import collate, run_micro_batches
 from mixtron.launch.saver import Saver
 from mixtron.launch.schedule import learning_rate
 from mixtron.launch.signals import StopFlag
+from mixtron.launch.stragglers import compare_ranks
 from mixtron.megatron_ext.optimizer import clip_and_step, set_learning_rate
 from mixtron.megatron_ext.parallel import Ranks
 from mixtron.megatron_ext.scalars import Scalars
@@ -83,6 +84,7 @@ def train(run: Run) -> int:
             total_steps=steps,
             tensorboard=config.logging.tensorboard,
         )
+    heartbeat.beat("first_step", progress.step + 1)
     while progress.step < steps:
         started = time.perf_counter()
         if training.skips(progress.step + 1):
@@ -92,12 +94,14 @@ def train(run: Run) -> int:
             values = train_step(run)
         step = progress.step
         seconds = time.perf_counter() - started
+        every = config.logging.ranks_every_steps
+        if values is not None and every and step % every == 0:
+            values |= compare_ranks(ranks.device, seconds, run.say)
         if metrics is not None and values is not None and step % config.logging.every_steps == 0:
             values |= speed(config, ranks, seconds) | run.saver.take_timings()
             metrics.log(step, values)
             run.say(step_line(step, steps, values))
-        signalled = run.stop.signal is not None
-        stopping, writing = any_rank(ranks.device, signalled, run.saver.writing)
+        stopping, writing = any_rank(ranks.device, run.stop.requested(), run.saver.writing)
         if not writing:
             run.saver.finish()
         refuse_endless_skipping(run)
@@ -109,12 +113,14 @@ def train(run: Run) -> int:
         good = progress.skipped_in_a_row == 0
         due = step % config.checkpoint.save_every_steps == 0 and good
         if due or step == steps or stopping:
+            heartbeat.beat("save", step)
             model = (run.wrapped, run.optimizer)
             run.saver.save(step, *model, run.state(), config, remove_others=good)
         if stopping and step < steps:
             run.saver.finish()
-            run.say(f"stopped by signal after step {step}; resume with the same command")
+            run.say(f"stopped on request after step {step}; resume with the same command")
             return exit_codes.PREEMPTED
+        heartbeat.beat("step", step + 1)
     run.saver.finish()
     if metrics is not None:
         metrics.close()

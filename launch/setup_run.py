@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mixtron.launch import heartbeat
 from mixtron.launch.agreement import on_first
 from mixtron.launch.checkpoint import (
     check_checkpoint,
@@ -23,6 +24,7 @@ from mixtron.launch.config import DataConfig, RunConfig, dump_config
 from mixtron.launch.data import AnyTraining, AnyValidation
 from mixtron.launch.lifetime import lock_run_folder
 from mixtron.launch.loop import Progress, Run
+from mixtron.launch.preflight import check_ranks
 from mixtron.launch.saver import Saver
 from mixtron.launch.signals import StopFlag
 from mixtron.megatron_ext.errors import ConfigError
@@ -34,9 +36,17 @@ from mixtron.megatron_ext.permutation_check import compare_permutations
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def prepare(config: RunConfig, data: AnyTraining, validation: dict[str, AnyValidation]) -> Run:
+def prepare(
+    config: RunConfig,
+    data: AnyTraining,
+    validation: dict[str, AnyValidation],
+    stop: StopFlag | None = None,
+) -> Run:
     """All ranks call it. Raises errors with an exit code for what a person must mend."""
+    stop = stop or StopFlag()
     device = init_distributed()
+    check_ranks(device)
+    stop.stop_if_agreed(device, "before the model was built")
     parallel, training = config.parallel, config.training
     ranks = init_model_parallel(
         parallel.tensor,
@@ -50,7 +60,6 @@ def prepare(config: RunConfig, data: AnyTraining, validation: dict[str, AnyValid
     on_first(ranks, lambda: refuse_full_disk(config))
     console = Console(soft_wrap=True, highlight=False)
     say = (lambda text: console.print(text, markup=False)) if ranks.is_first else lambda text: None
-    stop = StopFlag()
     bf16 = training.precision == "bf16"
     chunks = build_model(
         config.model,
@@ -69,8 +78,10 @@ def prepare(config: RunConfig, data: AnyTraining, validation: dict[str, AnyValid
     saver = Saver(Path(config.run_dir) / "checkpoints", config.checkpoint, ranks, say)
     run = Run(config, ranks, wrapped, optimizer, data, validation, Progress(), stop, saver, say)
     say(describe(config, ranks))
+    heartbeat.beat("load")
     resume(run)
     saver.reserve(wrapped, optimizer)
+    stop.stop_if_agreed(device, f"before step {run.progress.step + 1}")
     return run
 
 

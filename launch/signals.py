@@ -1,19 +1,37 @@
-"""A stop that is asked for by signal and agreed on by all ranks."""
+"""A stop that is asked for by signal or a time limit, and agreed on by all ranks."""
+
+from __future__ import annotations
 
 import os
 import signal
+import time
+from typing import TYPE_CHECKING
 
-import torch
+from mixtron.launch.exit_codes import PREEMPTED
 
-from mixtron.launch.agreement import any_rank
+if TYPE_CHECKING:
+    import torch
+
+
+class Stopped(Exception):
+    """A stop before anything was trained that is not saved yet."""
+
+    exit_code = PREEMPTED
 
 
 class StopFlag:
-    """Set by SIGTERM or SIGUSR1 in the main process; a second signal changes nothing."""
+    """Set by SIGTERM or SIGUSR1 in the main process; a second signal changes nothing.
+
+    Made first thing in a rank, before the seconds of importing torch, when signals would kill it.
+    """
+
+    deadline_s: float | None = None
+    """On the monotonic clock: when the run is to stop by itself."""
 
     def __init__(self):
         self.signal: int | None = None
         self._pid = os.getpid()
+        self._started_s = time.monotonic()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._receive)
 
@@ -21,6 +39,22 @@ class StopFlag:
         if os.getpid() == self._pid and self.signal is None:
             self.signal = number
 
+    def limit_duration(self, seconds: float | None) -> None:
+        """Stops the run this long after it began."""
+        self.deadline_s = None if seconds is None else self._started_s + seconds
+
+    def requested(self) -> bool:
+        """Whether this rank alone was asked to stop."""
+        late = self.deadline_s is not None and time.monotonic() > self.deadline_s
+        return self.signal is not None or late
+
     def agreed(self, device: torch.device) -> bool:
-        """Whether any rank was signalled. All ranks call it at the same point."""
-        return any_rank(device, self.signal is not None)[0]
+        """Whether any rank was asked to stop. All ranks call it at the same point."""
+        from mixtron.launch.agreement import any_rank
+
+        return any_rank(device, self.requested())[0]
+
+    def stop_if_agreed(self, device: torch.device, where: str) -> None:
+        """Raises Stopped on all ranks, if any was asked to stop."""
+        if self.agreed(device):
+            raise Stopped(f"stopped on request {where}; nothing new to save")

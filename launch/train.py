@@ -5,20 +5,24 @@ Started by `mixtron train` (which starts torchrun itself for several ranks), by 
 
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
 from pathlib import Path
 
-from mixtron.launch import exit_codes
+from mixtron.launch import exit_codes, heartbeat
 from mixtron.launch.checks import check
 from mixtron.launch.config import RunConfig, load_config
 from mixtron.launch.data import AnyTraining, AnyValidation, open_data
 from mixtron.launch.lifetime import die_with_torchrun
+from mixtron.launch.signals import StopFlag
+from mixtron.launch.slurm.bad_nodes import report_hardware_fault
 
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m mixtron.launch.train CONFIG [key.path=value ...] [--debug]`; returns the code."""
+    stop = begin_rank()
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     path, *overrides = [a for a in arguments if a != "--debug"]
@@ -27,13 +31,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_config(path, overrides)
         run_dir = Path(config.run_dir)
+        heartbeat.set_limits(config.watchdog.limits_s())
+        stop.limit_duration(config.training.max_duration_s)
         check(config, int(os.environ.get("WORLD_SIZE", 1)))
         _, data, validation = open_data(config)
-        code = run_rank(config, data, validation)
+        code = run_rank(config, data, validation, stop)
     except Exception as error:
         code = exit_codes.exit_code_of(error)
-        # A fault that all ranks meet alike is said once; one that may be this rank's alone, by it.
-        if first or code != exit_codes.BAD_INPUT:
+        report_hardware_fault(error)
+        # What all ranks meet alike is said once; a fault that may be this rank's alone, by it.
+        if first or code not in (exit_codes.BAD_INPUT, exit_codes.PREEMPTED):
             rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ and not first else ""
             print(f"mixtron: {rank}{_one_line(error)}", file=sys.stderr, flush=True)
             if debug or code == exit_codes.FAILED:
@@ -46,7 +53,27 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def run_rank(config: RunConfig, data: AnyTraining, validation: dict[str, AnyValidation]) -> int:
+def begin_rank() -> StopFlag:
+    """Hears signals, writes to the rank's own log, gives signs of life: before all slow imports."""
+    stop = StopFlag()
+    rank = int(os.environ.get("RANK", 0))
+    if heartbeat.LOGS_VARIABLE in os.environ:
+        log = heartbeat.rank_log(Path(os.environ[heartbeat.LOGS_VARIABLE]), rank)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, sys.stdout.fileno())
+        os.dup2(file, sys.stderr.fileno())
+    heartbeat.begin(rank)
+    if heartbeat.stop_requested():
+        stop.signal = signal.SIGUSR1
+    return stop
+
+
+def run_rank(
+    config: RunConfig,
+    data: AnyTraining,
+    validation: dict[str, AnyValidation],
+    stop: StopFlag,
+) -> int:
     """Trains on this rank of an already described world; returns the exit code."""
     die_with_torchrun()
     quiet_libraries()
@@ -58,8 +85,9 @@ def run_rank(config: RunConfig, data: AnyTraining, validation: dict[str, AnyVali
 
     # Results must not depend on how the job was started: torchrun sets this, srun does not.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    run = prepare(config, data, validation)
+    run = prepare(config, data, validation, stop)
     code = train(run)
+    heartbeat.beat("done", run.progress.step)
     dist.barrier()
     if run.ranks.is_first:
         exit_codes.write_exit_file(Path(config.run_dir), code)

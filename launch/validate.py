@@ -45,13 +45,13 @@ def print_report(config_path: Path, overrides: list[str], ranks: int | None) -> 
     traffic = bytes_sent_per_step(config, world_size)
     _show(console, "Sent by a rank a step", _bytes_rows(traffic))
     _show(console, "Data", _data(config, *open_data(config)))
-    _show(console, "Disk", _disk(config))
+    _show(console, "Disk", check_disk(config))
     console.print(f"{config_path}: valid for {world_size} ranks", markup=False)
 
 
 def default_world_size(config: RunConfig) -> int:
     if config.slurm is not None:
-        return config.slurm.nodes * config.slurm.gpus_per_node
+        return config.slurm.ranks
     return config.parallel.model_ranks
 
 
@@ -155,7 +155,7 @@ def _corpora(config: RunConfig, tokenizer: Tokenizer | None, data: TrainingData)
     return rows
 
 
-def _disk(config: RunConfig) -> Rows:
+def check_disk(config: RunConfig) -> Rows:
     """Free space against two checkpoints: the newest stays until the next is complete.
 
     Raises:

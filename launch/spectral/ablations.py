@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mixtron.launch.data import ValidationData
+from mixtron.launch.data import AnyValidation
 from mixtron.launch.micro_batch import collate
 from mixtron.launch.spectral.mappings import (
     truncated,
@@ -26,7 +26,7 @@ SAMPLES = 16
 
 
 def ablations(
-    variant: Variant, ranks_kept: list[int], ranks: Ranks, validation: dict[str, ValidationData]
+    variant: Variant, ranks_kept: list[int], ranks: Ranks, validation: dict[str, AnyValidation]
 ) -> tuple[dict[str, Ablation], list[str]]:
     """What can be done to this model, by name, and what cannot, with the reason.
 
@@ -58,7 +58,7 @@ def ablations(
 
 
 def with_mean_damping(
-    variant: Variant, ranks: Ranks, validation: dict[str, ValidationData]
+    variant: Variant, ranks: Ranks, validation: dict[str, AnyValidation]
 ) -> Variant:
     """Each head's d replaced by its mean over text."""
     for number, d_H in dict(_mean_damping(variant, ranks, validation)).items():
@@ -69,7 +69,7 @@ def with_mean_damping(
 
 @torch.no_grad()
 def _mean_damping(
-    variant: Variant, ranks: Ranks, validation: dict[str, ValidationData]
+    variant: Variant, ranks: Ranks, validation: dict[str, AnyValidation]
 ) -> Iterator[tuple[int, Tensor]]:
     """By layer of S-D attention: d [H], averaged over tokens."""
     chunk: Any = build(variant, ranks)

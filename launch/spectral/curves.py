@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from mixtron.launch.data import ValidationData
+from mixtron.launch.data import AnyValidation
 from mixtron.launch.spectral.mappings import linearised
 from mixtron.launch.spectral.variant import Variant, open_validation, perplexity
 from mixtron.megatron_ext.parallel import Ranks
@@ -16,7 +16,7 @@ from mixtron.megatron_ext.parallel import Ranks
 
 def linearisation_curve(variant: Variant, ranks: Ranks, console: Console) -> list[dict[str, float]]:
     """Perplexity with the first n layers linear, for n from 0 to all."""
-    validation: dict[str, ValidationData] = open_validation(variant)
+    validation: dict[str, AnyValidation] = open_validation(variant)
     layers = variant.config.model.layers
     rows = []
     with Progress(console=console, transient=True) as progress:

@@ -9,6 +9,7 @@ from tests.contract.cases import (
     ALIGNED,
     CONTEXT_LAYOUTS,
     CP2,
+    CP4,
     DENSE,
     FOUR,
     MIXERS,
@@ -23,6 +24,10 @@ from tests.contract.cases import (
 from tests.contract.checks import check_agrees
 
 PAIRS = [(mixer, layout) for mixer in MIXERS for layout in layouts_of(mixer)]
+
+
+MIXER_INDEPENDENT = ["softmax_attention", "kla"]
+"""What a mixer has no part in is checked with two of them: the whole suite must stay short."""
 
 
 def name(value) -> str:
@@ -42,20 +47,20 @@ def test_one_dense_document(mixer, layout):
 
 
 @pytest.mark.parametrize(
-    ("mixer", "layout"), [p for p in PAIRS if p[1] in CONTEXT_LAYOUTS], ids=name
+    ("mixer", "layout"), [p for p in PAIRS if p[1] in (CP2, CP4, TP2_CP2)], ids=name
 )
 def test_documents_that_begin_where_a_context_rank_does(mixer, layout):
     check_agrees(Case(mixer, documents=ALIGNED), layout)
 
 
 @pytest.mark.parametrize("layout", [PP2, PP2_VPP2], ids=name)
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", MIXER_INDEPENDENT)
 def test_a_pipeline_filled_with_micro_batches(mixer, layout):
     check_agrees(Case(mixer, documents=FOUR), layout)
 
 
 @pytest.mark.parametrize("layout", [PP2, PP2_VPP2, TP2_SP], ids=name)
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", MIXER_INDEPENDENT)
 def test_tied_embeddings(mixer, layout):
     check_agrees(Case(mixer, tied=True), layout)
 

@@ -143,3 +143,33 @@ def test_stochastic_layers_resume_with_the_permutations_of_their_steps(corpus, t
     assert run_on_ranks(2, history_of, path, again)[0] == straight
     one_order = [f"run_dir={tmp_path / 'fixed'}", "mixers.kla.resample=fixed"]
     assert run_on_ranks(2, history_of, path, one_order)[0] != straight
+
+
+def stop_on_one_rank(config_path: str, after_preparing: bool) -> tuple[int, int]:
+    """Exit code and last step when the time of rank 1 alone is up."""
+    from mixtron.launch import loop
+    from mixtron.launch.config import load_config
+    from mixtron.launch.data import open_data
+    from mixtron.launch.setup_run import prepare
+    from mixtron.launch.signals import StopFlag, Stopped
+
+    config, stop = load_config(config_path), StopFlag()
+    limit_s = 0.0 if torch.distributed.get_rank() == 1 else 3600.0
+    if not after_preparing:
+        stop.limit_duration(limit_s)
+    try:
+        run = prepare(config, *open_data(config)[1:], stop)
+        stop.limit_duration(limit_s)
+        return loop.train(run), run.progress.step
+    except Stopped as stopped:
+        return stopped.exit_code, 0
+
+
+@pytest.mark.parametrize(("after_preparing", "step"), [(False, 0), (True, 1)])
+def test_a_time_limit_of_one_rank_stops_all_at_the_same_step(
+    corpus, tmp_path, after_preparing, step
+):
+    config = write(corpus, tmp_path)
+    assert run_on_ranks(2, stop_on_one_rank, str(config), after_preparing) == [(75, step)] * 2
+    saved = [p.name for p in (tmp_path / "run" / "checkpoints").glob("step_*")]
+    assert saved == ([f"step_{step:08d}"] if step else [])
