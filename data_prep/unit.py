@@ -26,8 +26,9 @@ PARTS = ("bin", "lengths", "hashes", "rejected")
 HASH_BYTES = 16
 TOKENIZER_GROWTH_BYTES = 512 << 20
 """Tokenizers remember words without limit: one that has grown so much is opened anew."""
-CHECKED_DOCUMENTS, CHECKED_CHARACTERS = 8, 16_384
-"""Of each unit, what a fast backend is held against the plain tokenizer on."""
+CHECKED_DOCUMENTS, CHECKED_CHARACTERS = 8, 2048
+"""Of each unit, what a fast backend is held against the plain tokenizer on: the beginnings of its
+first documents."""
 
 Advance = Callable[[int, int, int], None]
 """Told of input bytes, documents and bad lines as they pass."""

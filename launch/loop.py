@@ -133,6 +133,7 @@ def train_step(run: Run) -> dict[str, float]:
         "train/grad_norm": grad_norm,
         "train/tokens": progress.tokens,
         "train/skipped_steps": progress.skipped_steps,
+        **run.data.realised_shares(),
     }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import tiktoken
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mixtron.data_prep import unit
 from mixtron.data_prep.build import build_all
@@ -143,6 +143,19 @@ def test_what_gigatoken_cannot_do_is_refused(tmp_path):
     train_tokenizer(speeches()[:4], 600, "unigram", tmp_path / "u.model", progress=False)
     with pytest.raises(DataError, match=r"u\.model: gigatoken cannot do it .*; use plain"):
         GigatokenTokenizer(tmp_path / "u.model", None, False)
+
+
+@pytest.mark.parametrize("option", [{}, {"single_word": True}, {"lstrip": True}])
+def test_added_tokens(tmp_path, cl100k_like, option):
+    library = Tokenizer.from_file(str(cl100k_like / "tokenizer.json"))
+    library.add_tokens([AddedToken("hello", **option), AddedToken("    ")])
+    library.save(str(tmp_path / "tokenizer.json"))
+    if option:
+        with pytest.raises(DataError, match="the added token 'hello' depends on what surrounds"):
+            GigatokenTokenizer(tmp_path / "tokenizer.json", "<|endoftext|>", False)
+        return
+    fast = GigatokenTokenizer(tmp_path / "tokenizer.json", "<|endoftext|>", False)
+    fast.check(["say hello", "hellohello", "a    b", "hell o", "x<|endoftext|>y"], "here")
 
 
 def test_memory_of_words_that_never_repeat_is_bounded(monkeypatch, tmp_path, bytelevel_folder):
