@@ -132,8 +132,11 @@ def measure(way: str, folder: Path, workers: int) -> tuple[float, float, int]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     command = ["-m", "mixtron.data_prep.benchmark", "--way", way, "--folder", str(folder)]
+    # Compiled modules are kept, as they are where people work.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     run = subprocess.run(
         [sys.executable, *command, "--workers", str(workers)],
+        env=environment,
         check=True,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""Documents in Parquet and Arrow files, by pyarrow; local Arrow files are mapped, not read."""
+"""Documents in Parquet and Arrow files, by pyarrow; local files are mapped, not read."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,8 +59,7 @@ def read_table(piece: Piece, text_keys: tuple[str, ...], digest: Any) -> Iterato
 @contextmanager
 def _opened(file: InputFile) -> Iterator[Any]:
     """A `ParquetFile`, or a reader of record batches."""
-    mapped = file.format != "parquet" and not is_url(file.file)
-    with pa.memory_map(file.file) if mapped else open_input(file.file) as f:
+    with open_input(file.file) if is_url(file.file) else pa.memory_map(file.file) as f:
         try:
             if file.format == "parquet":
                 yield parquet.ParquetFile(f)
@@ -99,7 +98,8 @@ def _columns(
             group = table.metadata.row_group(i)
             size = sum(_column_bytes(group, text_keys))
             rows = _rows_at_once(group.num_rows, size)
-            for batch in table.iter_batches(rows, row_groups=[i], columns=list(text_keys)):
+            columns = list(text_keys)
+            for batch in table.iter_batches(rows, [i], columns, use_threads=False):
                 share = size * batch.num_rows // max(group.num_rows, 1)
                 yield [batch.column(key) for key in text_keys], share
         return
