@@ -1,21 +1,27 @@
-"""From text files to one shard: workers tokenise pieces of the input, the parent writes in order.
+"""From text to shards on one machine: plan, run, merge and verify in one call.
 
-The output depends on the inputs and the tokenizer alone, never on the number of workers.
+The output depends on the inputs and the recipe alone, never on workers, kills or units.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
-from mixtron.data_prep.bad_lines import BadLines, OnBadLine
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.manifest import Manifest
-from mixtron.data_prep.progress import progress_bar
-from mixtron.data_prep.readers import find_files, plan_units
-from mixtron.data_prep.shard_writer import ShardWriter
-from mixtron.data_prep.tokenizer import load_tokenizer
-from mixtron.data_prep.workers import Options, Workers
+from mixtron.data_prep.merge import Merged, merge, remove_parts
+from mixtron.data_prep.outputs import outputs_of
+from mixtron.data_prep.plan import (
+    OnBadLine,
+    Plan,
+    Recipe,
+    load_plan,
+    make_plan,
+    plan_path,
+    save_plan,
+)
+from mixtron.data_prep.run import run_units
+from mixtron.data_prep.shards import shard_paths
+from mixtron.data_prep.verify import verify
 
 
 def build(
@@ -29,51 +35,77 @@ def build(
     eod_token: str | None = None,
     progress: bool = True,
 ) -> Manifest:
-    """Builds the shard `output_prefix`.bin, .idx and .json; nothing is there unless it is whole.
+    """Builds the shard `output_prefix`.bin, .idx and .json of unnamed inputs.
+
+    The arguments are those of `Recipe` and `build_all`.
+    """
+    if isinstance(text_keys, str):
+        raise DataError(f"text_keys={text_keys!r}: a list of one key or more")
+    recipe = Recipe(
+        str(tokenizer_path),
+        eod_token=eod_token,
+        append_eod=append_eod,
+        text_keys=tuple(text_keys),
+        on_bad_line=on_bad_line,
+    )
+    merged = build_all(inputs, recipe, output_prefix, workers, progress=progress)
+    return merged[0].manifest
+
+
+def build_all(
+    inputs: Sequence[str | Path],
+    recipe: Recipe,
+    prefix: str | Path,
+    workers: int = 1,
+    backend: str = "plain",
+    progress: bool = True,
+) -> list[Merged]:
+    """Builds every shard of a recipe; nothing bears a shard's name unless it is whole.
+
+    Started again after a kill or a mended input, it does what is not done yet; when all is done,
+    it does nothing.
 
     Args:
-        inputs: JSONL and text files, folders, globs.
+        inputs: paths, folders, globs, URLs, `NAME=` before any of them; see `make_plan`.
         workers: processes that tokenise.
-        text_keys: keys of a JSON line whose strings are the document, joined by an empty line.
-        on_bad_line: `fail` ends the build at the first bad line; `skip` counts it; `quarantine`
-            also writes it to `output_prefix`.rejected.jsonl.
-        eod_token: see `load_tokenizer`.
-        progress: shows a progress bar.
+        backend: see `run_units`.
+        progress: shows progress bars.
 
     Raises:
         DataError: bad input, with file and line; no documents; the prefix is taken.
         WorkerError: a worker process died.
+        Stopped: a signal asked to stop.
     """
-    _check_arguments(workers, text_keys, on_bad_line)
-    files = find_files([str(path) for path in inputs])
-    tokenizer = load_tokenizer(tokenizer_path, eod_token)
-    identity = {key: getattr(tokenizer, key) for key in ("type", "sha256", "vocab_size")}
-    eod_id = tokenizer.eod_id if append_eod else None
-    options = Options(str(tokenizer_path), eod_token, tuple(text_keys), append_eod)
-    total_bytes = sum(os.path.getsize(file) for file in files)
-    with (
-        ShardWriter(output_prefix, tokenizer.vocab_size, eod_id, identity) as writer,
-        BadLines(on_bad_line, Path(f"{output_prefix}.rejected.jsonl")) as bad_lines,
-        progress_bar("tokenise", total_bytes, show=progress) as advance,
-        Workers(workers, options) as pool,
-    ):
-        empty, sources = 0, []
-        for unit, encoded in pool.encode(plan_units(files)):
-            bad_lines.take(unit, encoded.rejected, encoded.lines)
-            writer.add(encoded.tokens, encoded.lengths)
-            empty += encoded.empty
-            sources += encoded.files
-            advance(encoded.input_bytes, len(encoded.lengths))
-        sources += pool.line_file_hashes()
-        sources.sort(key=lambda source: source["file"])
-        bad_lines.publish()
-        return writer.publish(sources, {"empty": empty, "rejected": bad_lines.count})
+    plan_to(prefix, inputs, recipe)
+    run_units(prefix, workers, backend=backend, progress=progress)
+    merged = merge(prefix, progress)
+    for one in merged:
+        verify(one.output.prefix, progress)
+    remove_parts(prefix)
+    return merged
 
 
-def _check_arguments(workers: int, text_keys: Sequence[str], on_bad_line: str) -> None:
-    if workers < 1:
-        raise DataError(f"workers={workers}: at least 1")
-    if isinstance(text_keys, str) or not text_keys:
-        raise DataError(f"text_keys={text_keys!r}: a list of one key or more")
-    if on_bad_line not in get_args(OnBadLine):
-        raise DataError(f"on_bad_line={on_bad_line!r}: {', '.join(get_args(OnBadLine))}")
+def plan_to(prefix: str | Path, inputs: Sequence[str | Path], recipe: Recipe) -> Plan:
+    """Makes a plan and writes it; a plan of changed inputs keeps the units it shares with it.
+
+    Raises:
+        DataError: a shard is there that was built from something else.
+    """
+    plan = make_plan([str(path) for path in inputs], recipe)
+    same = plan_path(prefix).exists() and load_plan(prefix) == plan
+    if not same:
+        _refuse_existing(plan, prefix)
+        save_plan(plan, prefix)
+    return plan
+
+
+def _refuse_existing(plan: Plan, prefix: str | Path) -> None:
+    # Without a plan, any file was made by someone else; with one, the manifest makes a shard.
+    first = 2 if plan_path(prefix).exists() else 0
+    for output in outputs_of(plan, prefix):
+        for path in shard_paths(output.prefix)[first:]:
+            if path.exists():
+                raise DataError(
+                    f"{path} exists, built from other inputs or options; remove it or choose "
+                    "another output prefix"
+                )

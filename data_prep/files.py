@@ -1,6 +1,7 @@
 """Files that appear whole or not at all: temporary name, flush to disk, rename."""
 
 import contextlib
+import glob
 import os
 import secrets
 from pathlib import Path
@@ -10,6 +11,12 @@ from typing import IO
 def temporary_name(path: Path) -> Path:
     """A name beside `path` that no other process uses."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes what interrupted writers of `path` left under temporary names."""
+    for leftover in path.parent.glob(f"{glob.escape(path.name)}.????????.tmp"):
+        leftover.unlink(missing_ok=True)
 
 
 def flush_to_disk(f: IO) -> None:

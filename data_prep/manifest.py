@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mixtron.data_prep.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,23 @@ class Manifest:
     """Largest id that could occur, plus 1."""
     eod_id: int | None
     """Id at the end of every document; None: none was appended."""
+    bos_id: int | None
+    """Id at the beginning of every document; None: none was put there."""
+    special_text: bool
+    """Whether names of special tokens within documents became these tokens."""
     tokenizer: dict
     """`type`, `sha256`, `vocab_size`."""
     inputs: list[dict]
-    """`file`, `bytes`, `sha256` of each, in the order of reading."""
+    """`file`, `bytes`, `sha256`, `lines` of each, and `range` for a part of a file, as read.
+
+    The SHA-256 is that of the bytes read; of a table, of its text columns.
+    """
     bin_sha256: str
     idx_sha256: str
     counts: dict
-    """`empty`: documents without text, dropped; `rejected`: bad lines or files, left out."""
+    """`empty`: documents without text, dropped; `rejected`: bad lines or files, left out;
+    `duplicates`: repeated documents, left out; `eod_in_text`: times that the end-of-document
+    token's name occurs in text. Of the shard's source, held-out documents included."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:

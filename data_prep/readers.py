@@ -1,174 +1,150 @@
-"""From input files to documents: which files, cut into which pieces of work, parsed how."""
+"""From pieces of input files to documents: batches of texts, what is bad beside them."""
 
-import glob
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+import zlib
+from collections.abc import Callable, Iterator
+from typing import IO, Any
 
 import orjson
 
+from mixtron.data_prep import pieces
 from mixtron.data_prep.errors import DataError
+from mixtron.data_prep.formats import InputFile
+from mixtron.data_prep.pieces import Batch, Piece, Rejected, byte_range
+from mixtron.data_prep.storage import open_input
 
-LINE_SUFFIXES = (".jsonl", ".ndjson", ".json")
-TEXT_SUFFIXES = (".txt", ".text", ".md")
-UNIT_BYTES = 4 << 20
-"""Input of one piece of work. Part of no output: any value gives the same shards."""
+COMPRESSED_BLOCK = 64 << 10
+"""Small, because it may inflate a thousandfold."""
 BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True)
-class LineRange:
-    """The lines of a JSONL file that begin in [start, stop) bytes."""
+def read_piece(piece: Piece, text_keys: tuple[str, ...], digest: Any) -> Iterator[Batch]:
+    """Reads a piece in order and in bounded memory.
 
-    file: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class TextFiles:
-    """Whole text files, one document each."""
-
-    files: tuple[str, ...]
-
-
-Unit = LineRange | TextFiles
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """One bad line (counted from 1 within its unit) or, with line None, one bad file."""
-
-    file: str
-    line: int | None
-    reason: str
-    raw: str
-
-
-@dataclass
-class Documents:
-    """What one unit holds."""
-
-    texts: list[str] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
-    lines: int = 0
-    input_bytes: int = 0
-    contents: dict[str, bytes] = field(default_factory=dict)
-    """Of text files, which are read whole: their bytes, for hashing."""
-
-
-def find_files(inputs: list[str]) -> list[str]:
-    """The files behind paths, folders and globs: sorted, each once.
-
-    A folder stands for every file below it whose name and folders do not begin with a dot.
+    Args:
+        text_keys: JSON keys or columns; several are joined by an empty line.
+        digest: a hashlib object that takes the bytes read: of lines and text files those in the
+            file, of tables the text columns.
 
     Raises:
-        DataError: an input that matches nothing, a file matched twice, an unknown format.
+        DataError: the file cannot be read: damaged, truncated, shorter than planned.
     """
-    found: dict[str, str] = {}
-    for pattern in inputs:
-        matches = _expand(pattern)
-        if not matches:
-            raise DataError(f"{pattern}: 0 files matched")
-        for file in matches:
-            _suffix_kind(file)
-            real = os.path.realpath(file)
-            if real in found:
-                raise DataError(f"{file}: given twice (also as {found[real]})")
-            found[real] = file
-    return sorted(found.values())
+    if piece.file.format == "lines":
+        return read_lines(_blocks(piece, digest), text_keys, piece)
+    if piece.file.format == "text":
+        return _read_text(piece, digest)
+    from mixtron.data_prep.tables import read_table  # pyarrow takes a while to import
+
+    return read_table(piece, text_keys, digest)
 
 
-def plan_units(files: list[str]) -> Iterator[Unit]:
-    """Cuts files into units in order; depends on names and sizes alone."""
-    texts: list[str] = []
-    texts_bytes = 0
-    for file in files:
-        size = os.path.getsize(file)
-        is_text = _suffix_kind(file) == "text"
-        if texts and (not is_text or texts_bytes + size > UNIT_BYTES):
-            yield TextFiles(tuple(texts))
-            texts, texts_bytes = [], 0
-        if is_text:
-            texts.append(file)
-            texts_bytes += size
-        else:
-            for start in range(0, max(size, 1), UNIT_BYTES):
-                yield LineRange(file, start, min(start + UNIT_BYTES, size))
-    if texts:
-        yield TextFiles(tuple(texts))
+def _blocks(piece: Piece, digest: Any) -> Iterator[tuple[bytes, int]]:
+    """Blocks of text, and the bytes of the file that each took."""
+    if piece.file.compression == "none" and piece.file.format == "lines":
+        start, stop = byte_range(piece)
+    else:
+        start, stop = 0, piece.file.bytes
+    size = pieces.BATCH_BYTES if piece.file.compression == "none" else COMPRESSED_BLOCK
+    with open_input(piece.file.file) as f:
+        raw = _raw_blocks(f, start, stop, size, piece, digest)
+        texts = raw if piece.file.compression == "none" else _decompressed(raw, piece.file)
+        yield from texts
 
 
-def read_unit(unit: Unit, text_keys: tuple[str, ...]) -> Documents:
-    """Reads and parses one unit; what is bad is listed, what is good is kept."""
-    if isinstance(unit, TextFiles):
-        return _read_text_files(unit)
-    return _read_lines(unit, text_keys)
+def _raw_blocks(
+    f: IO[bytes], start: int, stop: int, size: int, piece: Piece, digest: Any
+) -> Iterator[tuple[bytes, int]]:
+    f.seek(start)
+    while start < stop:
+        block = f.read(min(size, stop - start))
+        if not block:
+            raise DataError(f"{piece.file.file}: became shorter while it was read")
+        digest.update(block)
+        start += len(block)
+        yield block, len(block)
 
 
-def _expand(pattern: str) -> list[str]:
-    if os.path.isdir(pattern):
-        below = glob.glob(os.path.join(glob.escape(pattern), "**"), recursive=True)
-        return [p for p in below if os.path.isfile(p)]
-    if os.path.isfile(pattern):
-        return [pattern]
-    return [p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p)]
+def _decompressed(raw: Iterator[tuple[bytes, int]], file: InputFile) -> Iterator[tuple[bytes, int]]:
+    """Of all members of a gzip file, all frames of a zstd one; a truncated one is an error."""
+    new, errors = _decompressor(file.compression)
+    stream = None
+    for block, taken in raw:
+        while block:
+            if stream is None:
+                if file.compression == "gzip" and not (block := block.lstrip(b"\0")):
+                    break  # padding after the last member
+                stream = new()
+            try:
+                text = stream.decompress(block)
+            except errors as error:
+                raise DataError(f"{file.file}: damaged {file.compression} data: {error}") from None
+            block = stream.unused_data if stream.eof else b""
+            stream = None if stream.eof else stream
+            yield text, taken
+            taken = 0
+    if stream is not None:
+        raise DataError(f"{file.file}: the {file.compression} data end early: truncated file")
 
 
-def _suffix_kind(file: str) -> str:
-    suffix = Path(file).suffix.lower()
-    if suffix in LINE_SUFFIXES:
-        return "lines"
-    if suffix in TEXT_SUFFIXES:
-        return "text"
-    raise DataError(
-        f"{file}: unknown format {suffix!r}; JSON lines are {', '.join(LINE_SUFFIXES)}, plain "
-        f"text is {', '.join(TEXT_SUFFIXES)}"
-    )
+def _decompressor(compression: str) -> tuple[Callable[[], Any], type[Exception]]:
+    if compression == "gzip":
+        return lambda: zlib.decompressobj(wbits=31), zlib.error
+    import zstandard
+
+    return zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
 
 
-def _read_text_files(unit: TextFiles) -> Documents:
-    documents = Documents()
-    for file in unit.files:
-        content = Path(file).read_bytes()
-        documents.contents[file] = content
-        documents.input_bytes += len(content)
-        try:
-            documents.texts.append(content.removeprefix(BOM).decode("utf-8"))
-        except UnicodeDecodeError as error:
-            reason = f"byte {error.start + 1}: not UTF-8"
-            documents.rejected.append(Rejected(file, None, reason, ""))
-    return documents
+def _read_text(piece: Piece, digest: Any) -> Iterator[Batch]:
+    """A whole file, one document."""
+    content = b"".join(block for block, _ in _blocks(piece, digest))
+    batch = Batch(lines=1, input_bytes=piece.file.bytes)
+    try:
+        batch.texts.append(content.removeprefix(BOM).decode("utf-8"))
+        batch.numbers.append(0)
+    except UnicodeDecodeError as error:
+        batch.rejected.append(Rejected(0, f"byte {error.start + 1}: not UTF-8"))
+    yield batch
 
 
-def _read_lines(unit: LineRange, text_keys: tuple[str, ...]) -> Documents:
-    documents = Documents(input_bytes=unit.stop - unit.start)
-    for line in _lines_of(unit):
-        documents.lines += 1
-        try:
-            documents.texts.append(parse_line(line, text_keys))
-        except ValueError as error:
-            raw = line.decode("utf-8", errors="backslashreplace")
-            documents.rejected.append(Rejected(unit.file, documents.lines, str(error), raw))
-    return documents
+def read_lines(
+    blocks: Iterator[tuple[bytes, int]], text_keys: tuple[str, ...], piece: Piece
+) -> Iterator[Batch]:
+    """JSON lines out of blocks of bytes."""
+    number, batch, size = 0, Batch(), 0
+    for lines, taken in _split_lines(blocks):
+        batch.input_bytes += taken
+        for line in lines:
+            number += 1
+            batch.lines += 1
+            content = line.removesuffix(b"\r")
+            if number == 1 and piece.start == 0:
+                content = content.removeprefix(BOM)
+            try:
+                batch.texts.append(parse_line(content, text_keys))
+                batch.numbers.append(number)
+            except ValueError as error:
+                raw = content.decode("utf-8", errors="backslashreplace")
+                batch.rejected.append(Rejected(number, str(error), raw))
+            size += len(line)
+            if size >= pieces.BATCH_BYTES or batch.lines >= pieces.BATCH_DOCUMENTS:
+                yield batch
+                batch, size = Batch(), 0
+    yield batch
 
 
-def _lines_of(unit: LineRange) -> Iterator[bytes]:
-    """The range's lines without their ends."""
-    with open(unit.file, "rb") as f:
-        position = unit.start
-        if unit.start > 0:
-            # The line that runs into this range belongs to the one before.
-            f.seek(unit.start - 1)
-            position = unit.start - 1 + len(f.readline(unit.stop - unit.start + 1))
-        while position < unit.stop:
-            line = f.readline()
-            if not line:
-                raise DataError(f"{unit.file}: became shorter while it was read")
-            content = line.removeprefix(BOM) if position == 0 else line
-            position += len(line)
-            yield content.removesuffix(b"\n").removesuffix(b"\r")
+def _split_lines(blocks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[list[bytes], int]]:
+    """The lines that each block completes, without their ends, and the bytes taken for them."""
+    begun: list[bytes] = []
+    for block, taken in blocks:
+        first, *rest = block.split(b"\n")
+        begun.append(first)
+        if not rest:
+            yield [], taken
+            continue
+        lines = [b"".join(begun), *rest]
+        begun = [lines.pop()]
+        yield lines, taken
+    if last := b"".join(begun):
+        yield [last], 0
 
 
 def parse_line(line: bytes, text_keys: tuple[str, ...]) -> str:
@@ -177,7 +153,7 @@ def parse_line(line: bytes, text_keys: tuple[str, ...]) -> str:
     Raises:
         ValueError: why the line is bad.
     """
-    if not line.strip():
+    if not line or line.isspace():
         raise ValueError("empty line")
     try:
         record = orjson.loads(line)

@@ -25,18 +25,27 @@ class ShardWriter:
         cardinality: largest possible id plus 1, over the whole vocabulary with added tokens.
         eod_id: the id that ends every document, for the manifest; None if there is none.
         tokenizer: `type`, `sha256`, `vocab_size`, for the manifest.
+        bos_id: the id that begins every document, for the manifest.
+        special_text: see `Manifest`.
 
     Raises:
         DataError: the prefix is taken.
     """
 
     def __init__(
-        self, prefix: str | Path, cardinality: int, eod_id: int | None, tokenizer: dict
+        self,
+        prefix: str | Path,
+        cardinality: int,
+        eod_id: int | None,
+        tokenizer: dict,
+        bos_id: int | None = None,
+        special_text: bool = False,
     ) -> None:
         self._paths = shard_paths(prefix)
         self._refuse_existing()
         self.dtype = token_dtype(cardinality)
         self.cardinality, self.eod_id, self.tokenizer = cardinality, eod_id, tokenizer
+        self.bos_id, self.special_text = bos_id, special_text
         self.documents, self.tokens, self.max_id, self.longest_document = 0, 0, -1, 0
         self._bin_sha256 = hashlib.sha256()
         self._paths[0].parent.mkdir(parents=True, exist_ok=True)
@@ -90,16 +99,15 @@ class ShardWriter:
         """Completes the index, flushes to disk and renames; returns the manifest.
 
         Args:
-            inputs: `file`, `bytes`, `sha256` of each.
-            counts: `empty` documents and `rejected` lines.
+            inputs, counts: see `Manifest`.
 
         Raises:
             DataError: no document was added, or the prefix was taken meanwhile.
         """
         if self.documents == 0:
             raise DataError(
-                f"{self._paths[0]}: nothing to write: the inputs hold no document with text "
-                f"({counts['empty']} empty, {counts['rejected']} rejected)"
+                f"{self._paths[0]}: nothing to write: the inputs give it no document with text "
+                f"({', '.join(f'{count} {name}' for name, count in counts.items())})"
             )
         self._write_index()
         manifest = Manifest(
@@ -110,6 +118,8 @@ class ShardWriter:
             longest_document=self.longest_document,
             cardinality=self.cardinality,
             eod_id=self.eod_id,
+            bos_id=self.bos_id,
+            special_text=self.special_text,
             tokenizer=self.tokenizer,
             inputs=inputs,
             bin_sha256=self._bin_sha256.hexdigest(),

@@ -54,7 +54,7 @@ class Shard:
             if not path.is_file():
                 raise DataError(f"{path}: no such file; give the shard's prefix, without .bin")
         self.manifest: Manifest = read_manifest(json_path)
-        dtype, self.documents = _read_header(idx_path)
+        dtype, self.documents = read_header(idx_path)
         self._pointers_D = self._map_pointers(idx_path)
         self.total_tokens = self.manifest.tokens
         self._check(bin_path, idx_path, dtype)
@@ -135,7 +135,7 @@ class Shard:
                 )
 
 
-def _read_header(idx_path: Path) -> tuple[np.dtype, int]:
+def read_header(idx_path: Path) -> tuple[np.dtype, int]:
     """The token type and the number of documents."""
     with open(idx_path, "rb") as f:
         header = f.read(HEADER.size)

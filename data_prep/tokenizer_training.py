@@ -1,17 +1,19 @@
 """Training tokenizers: SentencePiece BPE and unigram, byte-level BPE."""
 
+import hashlib
 import io
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from mixtron.data_prep.bad_lines import BadLines
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.files import write_whole
+from mixtron.data_prep.formats import InputFile, describe
+from mixtron.data_prep.pieces import place, whole_pieces
 from mixtron.data_prep.progress import progress_bar
-from mixtron.data_prep.readers import find_files, plan_units, read_unit
+from mixtron.data_prep.readers import read_piece
+from mixtron.data_prep.storage import find_files
 
 ModelType = Literal["bpe", "unigram", "bytelevel"]
 EOD_TOKEN = "<|endoftext|>"
@@ -50,8 +52,8 @@ def train_tokenizer(
     """
     output = Path(output)
     _check_arguments(model_type, output)
-    files = find_files([str(path) for path in inputs])
-    total_bytes = sum(os.path.getsize(file) for file in files)
+    files = [describe(file, "") for file in find_files([str(path) for path in inputs])]
+    total_bytes = sum(file.bytes for file in files)
     used = {"bytes_offered": 0, "bytes_used": 0}
     with progress_bar("read text", total_bytes, show=progress) as advance:
         texts = _texts(files, tuple(text_keys), used, advance)
@@ -93,19 +95,19 @@ def _check_arguments(model_type: str, output: Path) -> None:
 
 
 def _texts(
-    files: list[str],
+    files: list[InputFile],
     text_keys: tuple[str, ...],
     used: dict[str, int],
     advance: Callable[[int, int], None],
 ) -> Iterator[str]:
-    bad_lines = BadLines("fail")
-    for unit in plan_units(files):
-        documents = read_unit(unit, text_keys)
-        bad_lines.take(unit, documents.rejected, documents.lines)
-        for text in documents.texts:
-            used["bytes_offered"] += _bytes_of(text)
-            yield text
-        advance(documents.input_bytes, len(documents.texts))
+    for piece in whole_pieces(files, text_keys):
+        for batch in read_piece(piece, text_keys, hashlib.sha256()):
+            for bad in batch.rejected:
+                raise DataError(f"{place(piece, bad)}: {bad.reason}")
+            for text in batch.texts:
+                used["bytes_offered"] += _bytes_of(text)
+                yield text
+            advance(batch.input_bytes, len(batch.texts))
 
 
 def _counted(texts: Iterator[str], used: dict[str, int]) -> Iterator[str]:

@@ -121,6 +121,14 @@ class TrainingData:
         source, sample = reference
         return self.sources[source].stream[sample]
 
+    def realised_shares(self) -> dict[str, float]:
+        """Of several sources, each one's share of the samples since the blend last changed."""
+        total = sum(source.consumed_in_blend for source in self.sources)
+        if len(self.sources) == 1 or total == 0:
+            return {}
+        shares = [source.consumed_in_blend / total for source in self.sources]
+        return {f"data/share.train.{number}": share for number, share in enumerate(shares)}
+
     def state_dict(self) -> dict:
         """What was trained, to be saved with the model: small, of JSON types."""
         return {

@@ -171,6 +171,7 @@ def train_step(run: Run) -> dict[str, float]:
         "train/tokens": progress.tokens,
         "train/skipped_steps": progress.skipped_steps,
         **({} if scalars is None else scalars.means(ranks.groups)),
+        **run.data.realised_shares(),
     }
 
 

@@ -79,6 +79,10 @@ class SyntheticTraining:
         """Continues; a task that was changed begins at its first sample."""
         self.consumed = state.get("consumed", 0)
 
+    def realised_shares(self) -> dict[str, float]:
+        """None: there is one source."""
+        return {}
+
     def record(self) -> dict:
         """What the samples depend on, of JSON types."""
         return {

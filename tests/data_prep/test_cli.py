@@ -27,7 +27,7 @@ def test_train_build_inspect(tmp_path):
     assert "(100.0%)" in said
     said = prep("build", *inputs, "--tokenizer", tokenizer, "--output", prefix, "--workers", 2)
     manifest = json.loads(prep("inspect", prefix))
-    assert f"3 documents, {manifest['tokens']:,} tokens as uint16; 0 empty" in said
+    assert f"│         3 │ {manifest['tokens']:,} │ 100.0% │" in said
     assert [entry["file"] for entry in manifest["inputs"]] == list(map(str, speeches()[:3]))
     text = prep("inspect", prefix, "--document", 1, "--tokenizer", tokenizer)
     assert text == second.read_text() + "\n"
@@ -51,4 +51,4 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, sentencepiece_model):
     assert time.monotonic() - started < 60
     assert run.returncode == 2
     assert run.stderr == f"mixtron: {corpus}:2: byte 1: invalid literal, expected 'null'\n"
-    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "b.parts", "b.plan.json"]

@@ -1,8 +1,14 @@
-import pytest
+import gzip
+import hashlib
 
-from mixtron.data_prep import readers
+import pytest
+import zstandard
+
+from mixtron.data_prep import pieces, readers
 from mixtron.data_prep.errors import DataError
-from mixtron.data_prep.readers import LineRange, find_files, parse_line, plan_units, read_unit
+from mixtron.data_prep.formats import describe
+from mixtron.data_prep.pieces import Piece, cut
+from mixtron.data_prep.readers import parse_line, read_piece
 
 BAD_LINES = [
     (b"", "empty line"),
@@ -34,6 +40,17 @@ def test_a_good_line_is_kept_as_it_is():
     assert parse_line(b'{"title":"A","text":"b"}', ("title", "text")) == "A\n\nb"
 
 
+def read(file, unit_bytes: int = 1 << 62, keys: tuple[str, ...] = ("text",)) -> list[list]:
+    """For each piece of a file, its batches."""
+    described = describe(str(file), "")
+    pieces = [piece for piece, _ in cut(described, keys, unit_bytes)]
+    return [list(read_piece(piece, keys, hashlib.sha256())) for piece in pieces]
+
+
+def texts_of(pieces: list[list]) -> list[str]:
+    return [text for batches in pieces for batch in batches for text in batch.texts]
+
+
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("start", [b"", readers.BOM])
 @pytest.mark.parametrize("last_end", [True, False])
@@ -43,59 +60,92 @@ def test_any_cut_of_a_file_gives_the_same_lines(tmp_path, monkeypatch, start, en
     file.write_bytes(start + end.join(lines) + (end if last_end else b""))
     expected = [parse_line(line, ("text",)) for line in lines]
     for unit_bytes in (1, 2, 3, 7, 16, 31, 64, 1000):
-        monkeypatch.setattr(readers, "UNIT_BYTES", unit_bytes)
-        read = [read_unit(unit, ("text",)) for unit in plan_units([str(file)])]
-        assert [text for documents in read for text in documents.texts] == expected
-        assert sum(documents.lines for documents in read) == 9
-        assert sum(documents.input_bytes for documents in read) == file.stat().st_size
-        assert not any(documents.rejected for documents in read)
+        for batch_bytes in (1, 5, 40, 1 << 20):
+            monkeypatch.setattr(pieces, "BATCH_BYTES", batch_bytes)
+            got = read(file, unit_bytes)
+            assert texts_of(got) == expected
+            batches = [batch for piece in got for batch in piece]
+            assert sum(batch.lines for batch in batches) == 9
+            assert sum(batch.input_bytes for batch in batches) == file.stat().st_size
+            assert not any(batch.rejected for batch in batches)
+            for piece in got:
+                numbers = [n for batch in piece for n in batch.numbers]
+                assert numbers == list(range(1, len(numbers) + 1))
 
 
-def test_text_files_are_grouped_by_size_and_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "UNIT_BYTES", 10)
-    for name, content in {"a": b"12345", "b": b"67890", "c": b"1\n", "d": b"x" * 99}.items():
-        (tmp_path / f"{name}.txt").write_bytes(content)
+def _zstd(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(content)
+
+
+LINES = b"".join(b'{"text":"line %d"}\n' % i for i in range(30_000))
+EXPECTED = [f"line {i}" for i in range(30_000)]
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, _zstd])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.jsonl"])
+def test_compressed_lines_by_their_first_bytes(tmp_path, compress, name):
+    """One member or several, whatever the file is called."""
+    file = tmp_path / name
+    file.write_bytes(compress(LINES))
+    assert texts_of(read(file, unit_bytes=100)) == EXPECTED
+    half = LINES.index(b"\n", len(LINES) // 2) - 5  # in the middle of a line
+    file.write_bytes(compress(LINES[:half]) + compress(b"") + compress(LINES[half:]))
+    assert texts_of(read(file)) == EXPECTED
+    assert sum(b.input_bytes for p in read(file) for b in p) == file.stat().st_size
+
+
+def test_plain_lines_may_be_named_as_if_compressed(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(LINES)
+    assert texts_of(read(tmp_path / "a.jsonl.gz")) == EXPECTED
+
+
+def test_padding_after_gzip_is_no_data(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES) + bytes(1000))
+    assert texts_of(read(tmp_path / "a.jsonl.gz")) == EXPECTED
+
+
+def test_compressed_text_is_one_document(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("é\nb".encode()))
+    assert texts_of(read(tmp_path / "a.txt.gz")) == ["é\nb"]
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, _zstd])
+def test_truncated_and_damaged_compression_is_an_error(tmp_path, compress):
+    file, content = tmp_path / "a.jsonl.gz", compress(LINES)
+    for size in (20, len(content) // 2, len(content) - 1):
+        file.write_bytes(content[:size])
+        with pytest.raises(DataError, match=r"a\.jsonl\.gz: the \w+ data end early: truncated"):
+            read(file)
+    file.write_bytes(content + b"trailing rubbish")
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz: damaged \w+ data"):
+        read(file)
+    middle = len(content) // 2
+    file.write_bytes(content[:middle] + bytes(50) + content[middle + 50 :])
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz: "):
+        read(file)
+
+
+def test_text_files_are_read_whole(tmp_path):
+    (tmp_path / "c.txt").write_bytes(readers.BOM + b"1\r\n")
     (tmp_path / "bad.txt").write_bytes(b"ab\xff")
-    units = list(plan_units(find_files([str(tmp_path)])))
-    assert [[file[-5:-4] for file in unit.files] for unit in units] == [
-        ["a", "b"],
-        ["d", "c"],
-        ["d"],
-    ]
-    read = read_unit(units[1], ("text",))
-    assert [bad.reason for bad in read.rejected] == ["byte 3: not UTF-8"]
-    assert read.texts == ["1\n"]
+    assert texts_of(read(tmp_path / "c.txt")) == ["1\r\n"]
+    ((bad,),) = read(tmp_path / "bad.txt")
+    assert [(r.line, r.reason) for r in bad.rejected] == [(0, "byte 3: not UTF-8")]
+    assert not bad.texts
 
 
-def test_files_are_sorted_and_each_found_once(tmp_path):
-    (tmp_path / "sub").mkdir()
-    for name in ("b.jsonl", "a.txt", "sub/c.md", ".hidden.txt"):
-        (tmp_path / name).write_text("x")
-    expected = [str(tmp_path / name) for name in ("a.txt", "b.jsonl", "sub/c.md")]
-    assert find_files([str(tmp_path)]) == expected
-    assert find_files([f"{tmp_path}/sub/*", f"{tmp_path}/b*", f"{tmp_path}/a.txt"]) == expected
-    with pytest.raises(DataError, match=r"a\.txt: given twice"):
-        find_files([f"{tmp_path}/*.txt", f"{tmp_path}/sub/../a.txt"])
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nothing*.jsonl", r"nothing\*\.jsonl: 0 files matched"),
-        ("absent.txt", r"absent\.txt: 0 files matched"),
-        ("empty", "empty: 0 files matched"),
-        ("a.jsonl.gz", r"a\.jsonl\.gz: unknown format '\.gz'"),
-    ],
-)
-def test_inputs_that_are_no_corpus(tmp_path, name, message):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(DataError, match=message):
-        find_files([str(tmp_path / name)])
+@pytest.mark.parametrize("name", ["a.csv", "a", "a.jsonl.bz2", "a.parquet", "a.arrow"])
+def test_unknown_formats(tmp_path, name):
+    (tmp_path / name).write_bytes(b"something")
+    with pytest.raises(DataError, match=rf"{name}: (unknown format|named \.)"):
+        describe(str(tmp_path / name), "")
 
 
 def test_a_file_that_shrank_is_noticed(tmp_path):
     file = tmp_path / "a.jsonl"
+    file.write_text('{"text":"a"}\n' * 100)
+    described = describe(str(file), "")
     file.write_text('{"text":"a"}\n')
-    with pytest.raises(DataError, match="became shorter"):
-        read_unit(LineRange(str(file), 0, 100), ("text",))
+    for piece in (Piece(described, 0, 1300), Piece(described, 500, 1300)):
+        with pytest.raises(DataError, match="became shorter"):
+            list(read_piece(piece, ("text",), hashlib.sha256()))

@@ -1,10 +1,11 @@
 import io
 import json
 import shutil
+import time
 
 import pytest
 import sentencepiece
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.shards import token_dtype
@@ -89,6 +90,25 @@ def test_added_tokens_count(tmp_path):
 
     _with_added_tokens(65_400, 200).save(str(path))
     assert token_dtype(load_tokenizer(path, "<eod>").vocab_size) == "int32"
+
+
+def test_a_long_document_without_words_takes_no_square_of_its_length(tmp_path):
+    """Without a pre-tokeniser a whole document is one word, for which peers needed hours."""
+    library = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    special = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False)
+    library.pre_tokenizer = pre_tokenizers.Metaspace()
+    text = " ".join(speeches()[0].read_text().split())
+    library.train_from_iterator([text], trainer)
+    library.pre_tokenizer = None
+    library.normalizer = normalizers.Replace(" ", "▁")
+    content = json.loads(library.to_str())
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] == "</s>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    started = time.process_time()
+    tokenizer.encode_batch([(text * 300)[:2_000_000]])
+    assert time.process_time() - started < 60
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path):

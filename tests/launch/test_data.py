@@ -206,7 +206,9 @@ def test_other_weights_continue_each_source(tmp_path):
     plan = data.next(100)
     changed = opened(0.2, 0.8)
     changed.load_state_dict(data.state_dict())
+    assert changed.realised_shares() == {}
     plan += changed.next(100)
+    assert changed.realised_shares() == {"data/share.train.0": 0.2, "data/share.train.1": 0.8}
     for source, count in ((0, 50 + 20), (1, 50 + 80)):
         alone = TrainingData.open(config(tmp_path, ("ab"[source],)))
         mine = [sample for number, sample in plan if number == source]

@@ -1,0 +1,272 @@
+"""One unit: its pieces are read, tokenised and written; its receipt, last, says that it is done."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import psutil
+
+from mixtron.data_prep.errors import DataError
+from mixtron.data_prep.files import flush_to_disk, remove_leftovers, sync_folder, temporary_name
+from mixtron.data_prep.pieces import Batch, Piece, Rejected, entry, place
+from mixtron.data_prep.plan import Plan, Recipe, Unit, check_unchanged
+from mixtron.data_prep.readers import read_piece
+from mixtron.data_prep.shards import token_dtype
+from mixtron.data_prep.tokenizer import load_tokenizer
+from mixtron.data_prep.tokenizer_base import Tokenizer
+from mixtron.data_prep.tokenizer_fast import GigatokenTokenizer
+
+PARTS = ("bin", "lengths", "hashes", "rejected")
+"""Tokens; int32 tokens of each document; 16 bytes of hash of each; bad lines as JSON."""
+HASH_BYTES = 16
+TOKENIZER_GROWTH_BYTES = 512 << 20
+"""Tokenizers remember words without limit: one that has grown so much is opened anew."""
+CHECKED_DOCUMENTS, CHECKED_CHARACTERS = 8, 2048
+"""Of each unit, what a fast backend is held against the plain tokenizer on: the beginnings of its
+first documents."""
+
+Advance = Callable[[int, int, int], None]
+"""Told of input bytes, documents and bad lines as they pass."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a finished unit holds; the same for whoever did it."""
+
+    key: str
+    documents: int
+    tokens: int
+    longest_document: int
+    text_bytes: int
+    """UTF-8 bytes of the documents."""
+    empty: int
+    rejected: int
+    eod_in_text: int
+    """Times that the end-of-document token's name occurs within documents."""
+    pieces: list[dict]
+    """`file`, `bytes`, `sha256` of what was read, `lines`, and `range` for a part of a file."""
+    sha256: dict[str, str]
+    """Of the unit's files, by their part."""
+    sizes: dict[str, int]
+
+
+class Encoder:
+    """A worker's tokenizer, and how documents become tokens."""
+
+    def __init__(self, plan: Plan, backend: str) -> None:
+        self._recipe, self._backend = plan.recipe, backend
+        self.eod_id, self.bos_id = plan.eod_id, plan.bos_id
+        self._process = psutil.Process()
+        self.tokenizer = self._load()
+        self._loaded_rss = self._process.memory_info().rss
+        if self.tokenizer.sha256 != plan.tokenizer["sha256"]:
+            raise DataError(f"{plan.recipe.tokenizer}: changed since it was planned; plan again")
+        names = {i: name for name, i in self.tokenizer.special.items()}
+        self.eod_text = names[self.tokenizer.eod_id]
+
+    def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of all documents, with the special ones around each, and their lengths.
+
+        A document of which the tokenizer makes nothing has length 0 and no special tokens.
+        """
+        ids, lengths = self.tokenizer.encode_flat(texts)
+        before, after = int(self.bos_id is not None), int(self.eod_id is not None)
+        if before + after == 0:
+            return ids, lengths
+        whole = np.where(lengths > 0, lengths + before + after, 0)
+        stops = np.cumsum(whole)[whole > 0]
+        starts = stops - whole[whole > 0]
+        tokens = np.empty(int(whole.sum()), dtype=ids.dtype)
+        is_text = np.ones(len(tokens), dtype=bool)
+        if self.bos_id is not None:
+            tokens[starts] = self.bos_id
+            is_text[starts] = False
+        if self.eod_id is not None:
+            tokens[stops - 1] = self.eod_id
+            is_text[stops - 1] = False
+        tokens[is_text] = ids
+        return tokens, whole
+
+    def check(self, texts: list[str], where: str) -> None:
+        """Holds a fast backend against the plain tokenizer."""
+        if isinstance(self.tokenizer, GigatokenTokenizer):
+            some = [text[:CHECKED_CHARACTERS] for text in texts[:CHECKED_DOCUMENTS]]
+            self.tokenizer.check(some, where)
+
+    def limit_memory(self) -> None:
+        if self._process.memory_info().rss - self._loaded_rss > TOKENIZER_GROWTH_BYTES:
+            del self.tokenizer  # before its successor is made
+            self.tokenizer = self._load()
+            self._loaded_rss = self._process.memory_info().rss
+
+    def _load(self) -> Tokenizer:
+        load = GigatokenTokenizer if self._backend == "gigatoken" else load_tokenizer
+        recipe = self._recipe
+        return load(recipe.tokenizer, recipe.eod_token, recipe.special_text)
+
+
+def unit_path(folder: Path, key: str, part: str) -> Path:
+    return folder / f"{key}.{part}"
+
+
+def read_receipt(folder: Path, unit: Unit) -> Receipt | None:
+    """The receipt of a finished unit whose files have the sizes that it states, else None."""
+    try:
+        receipt = Receipt(**json.loads(unit_path(folder, unit.key, "json").read_bytes()))
+        for part, size in receipt.sizes.items():
+            if unit_path(folder, unit.key, part).stat().st_size != size:
+                return None
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    return receipt
+
+
+def run_unit(unit: Unit, folder: Path, plan: Plan, encoder: Encoder, advance: Advance) -> Receipt:
+    """Does one unit; what an interrupted attempt left behind is removed first.
+
+    Raises:
+        DataError: a file changed or cannot be read; under `on_bad_line: fail`, a bad line.
+    """
+    check_unchanged(unit)
+    for part in (*PARTS, "json"):
+        remove_leftovers(unit_path(folder, unit.key, part))
+    with _UnitFiles(folder, unit.key, plan) as files:
+        pieces = []
+        for piece in unit.pieces:
+            digest = hashlib.sha256()
+            lines = 0
+            for batch in read_piece(piece, plan.recipe.text_keys, digest):
+                _do_batch(batch, piece, files, plan.recipe, encoder)
+                lines += batch.lines
+                advance(batch.input_bytes, len(batch.texts), len(batch.rejected))
+            pieces.append(entry(piece, digest.hexdigest(), lines))
+        check_unchanged(unit)
+        return files.publish(unit.key, pieces)
+
+
+def _do_batch(
+    batch: Batch, piece: Piece, files: "_UnitFiles", recipe: Recipe, encoder: Encoder
+) -> None:
+    real = [i for i, text in enumerate(batch.texts) if text and not text.isspace()]
+    texts = [batch.texts[i] for i in real]
+    if texts and not files.checked:
+        encoder.check(texts, piece.file.file)
+        files.checked = True
+    try:
+        tokens, lengths = encoder.encode(texts)
+    except ValueError:
+        texts, bad = _encodable(texts, [batch.numbers[i] for i in real], encoder)
+        batch.rejected = sorted(batch.rejected + bad, key=lambda r: r.line)
+        tokens, lengths = encoder.encode(texts)
+    for rejected in batch.rejected:
+        if recipe.on_bad_line == "fail":
+            raise DataError(f"{place(piece, rejected)}: {rejected.reason}")
+        files.reject(piece, rejected)
+    kept = [text for text, length in zip(texts, lengths, strict=True) if length]
+    files.empty += len(batch.texts) - len(real) + len(texts) - len(kept)
+    files.add(kept, tokens, lengths[lengths > 0], encoder.eod_text)
+    encoder.limit_memory()
+
+
+def _encodable(
+    texts: list[str], numbers: list[int], encoder: Encoder
+) -> tuple[list[str], list[Rejected]]:
+    """The documents that can be encoded, when one of several cannot."""
+    good, bad = [], []
+    for text, number in zip(texts, numbers, strict=True):
+        try:
+            encoder.encode([text])
+            good.append(text)
+        except ValueError as error:
+            bad.append(Rejected(number, str(error), text[:1000]))
+    return good, bad
+
+
+class _UnitFiles:
+    """The files of one unit under temporary names until `publish`."""
+
+    def __init__(self, folder: Path, key: str, plan: Plan) -> None:
+        self._folder, self._plan = folder, plan
+        self.dtype = token_dtype(plan.tokenizer["vocab_size"])
+        parts = ["bin", "lengths"]
+        if plan.recipe.needs_hashes:
+            parts.append("hashes")
+        if plan.recipe.on_bad_line == "quarantine":
+            parts.append("rejected")
+        self._paths = {part: unit_path(folder, key, part) for part in (*parts, "json")}
+        self._temporary = {part: temporary_name(path) for part, path in self._paths.items()}
+        self._open: dict[str, IO[bytes]] = {p: open(self._temporary[p], "xb") for p in parts}  # noqa: SIM115
+        self._digests = {part: hashlib.sha256() for part in parts}
+        self.documents, self.tokens, self.longest, self.text_bytes = 0, 0, 0, 0
+        self.empty, self.rejected, self.eod_in_text = 0, 0, 0
+        self.checked = False
+
+    def __enter__(self) -> "_UnitFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for f in self._open.values():
+            f.close()
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+    def add(self, texts: list[str], tokens: np.ndarray, lengths: np.ndarray, eod_text: str) -> None:
+        if not texts:
+            return
+        cardinality = self._plan.tokenizer["vocab_size"]
+        if int(tokens.max()) >= cardinality or int(tokens.min()) < 0:
+            raise DataError(
+                f"{self._plan.recipe.tokenizer}: gave id {tokens.max()}, but it has {cardinality}"
+            )
+        self._write("bin", np.ascontiguousarray(tokens, self.dtype.newbyteorder("<")).data)
+        self._write("lengths", lengths.astype("<i4").data)
+        encoded = [text.encode() for text in texts]
+        if "hashes" in self._open:
+            hashes = (hashlib.blake2b(text, digest_size=HASH_BYTES).digest() for text in encoded)
+            self._write("hashes", b"".join(hashes))
+        self.documents += len(texts)
+        self.tokens += len(tokens)
+        self.longest = max(self.longest, int(lengths.max()))
+        self.text_bytes += sum(map(len, encoded))
+        self.eod_in_text += sum(text.count(eod_text) for text in texts)
+
+    def reject(self, piece: Piece, rejected: Rejected) -> None:
+        self.rejected += 1
+        if "rejected" in self._open:
+            file = piece.file.file
+            entry = {"file": file, **asdict(rejected)}
+            self._write("rejected", json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+
+    def publish(self, key: str, pieces: list[dict]) -> Receipt:
+        sizes = {part: f.tell() for part, f in self._open.items()}
+        for f in self._open.values():
+            flush_to_disk(f)
+        receipt = Receipt(
+            key=key,
+            documents=self.documents,
+            tokens=self.tokens,
+            longest_document=self.longest,
+            text_bytes=self.text_bytes,
+            empty=self.empty,
+            rejected=self.rejected,
+            eod_in_text=self.eod_in_text,
+            pieces=pieces,
+            sha256={part: digest.hexdigest() for part, digest in self._digests.items()},
+            sizes=sizes,
+        )
+        with open(self._temporary["json"], "x", encoding="utf-8") as f:
+            f.write(json.dumps(asdict(receipt), indent=1, ensure_ascii=False) + "\n")
+            flush_to_disk(f)
+        for part, path in self._paths.items():
+            os.replace(self._temporary[part], path)
+        sync_folder(self._folder)
+        return receipt
+
+    def _write(self, part: str, content: bytes | memoryview) -> None:
+        self._open[part].write(content)
+        self._digests[part].update(content)
