@@ -10,6 +10,7 @@ from mixtron.kernels.gated_linear_attention import (
 )
 from mixtron.kernels.linear_attention import linear_attention, linear_attention_reference
 from mixtron.kernels.sd_attention import sd_attention, sd_attention_reference
+from mixtron.kernels.log_linear_attention import log_linear_attention
 from mixtron.kernels.softmax_attention import softmax_attention, softmax_attention_reference
 from mixtron.kernels.windowed_attention import (
     document_permutation,
@@ -209,4 +210,35 @@ def test_windowed_attention_tiled(heads, kv_heads, window_side):
         run(tiled, inputs, torch.bfloat16, "cuda"),
         run(reference, inputs, torch.float64, "cpu"),
         run(reference, inputs, torch.bfloat16, "cpu"),
+
+
+@pytest.mark.parametrize("base", ["gated_linear", "gated_delta"])
+def test_log_linear_attention_chunk(base):
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(LENGTHS)
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    inputs = {
+        "q": noise(1, tokens, 2, 64).bfloat16(),
+        "k": torch.nn.functional.normalize(noise(1, tokens, 2, 64), dim=-1).bfloat16(),
+        "v": noise(1, tokens, 4, 64).bfloat16(),
+        "log_decay": -0.1 * torch.nn.functional.softplus(noise(1, tokens, 4)),
+        "lambda": noise(1, tokens, 4, 9),
+    }
+    if base == "gated_delta":
+        inputs["beta"] = noise(1, tokens, 4).sigmoid()
+
+    def form(backend):
+        def call(q, k, v, g, lambda_, beta=None):
+            return log_linear_attention(q, k, v, g, beta, lambda_, lengths=LENGTHS, backend=backend)
+
+        return call
+
+    gates = ("log_decay", "lambda", "beta")
+    compare(
+        run(form("chunk"), inputs, torch.bfloat16, "cuda", gates),
+        run(form("reference"), inputs, torch.float64, "cpu", gates),
+        run(form("reference"), inputs, torch.bfloat16, "cpu", gates),
     )
