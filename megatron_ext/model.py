@@ -133,8 +133,8 @@ def build_model(
             vp_stage=vp_stage,
         )
         _declare_library_parameters(chunk, model)
-        if model.norm == "none" and chunk.pre_process:
-            _to_unit_size(chunk.embedding, model.init_std)
+        if model.norm == "none":
+            _scale_instead_of_norms(chunk, model)
         chunk.to(ranks.device)
         initialise(global_parameters(chunk), seed, ranks.tensor_rank, ranks.tensor_size)
         chunks.append(chunk)
@@ -168,10 +168,21 @@ def _layer_specs(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=NORMS[model.norm])
 
 
-def _to_unit_size(embedding: nn.Module, init_std: float) -> None:
-    """Divides the embedding's output by init_std, so that the residual stream starts at the size
-    that a norm would give it. Tied output weights stay as they are."""
-    embedding.register_forward_hook(lambda module, inputs, output: output / init_std)  # type: ignore
+def _scale_instead_of_norms(chunk: GPTModel, model: ModelConfig) -> None:
+    """Fixed factors where norms would be: the residual stream begins at unit size, as behind a
+    norm, and each of the 2 layers' branches adds its output divided by sqrt(2 layers).
+
+    Tied output weights stay as they are.
+    """
+    if chunk.pre_process:
+        unit: Any = lambda module, inputs, output: output / model.init_std  # noqa: E731
+        chunk.embedding.register_forward_hook(unit)
+    factor = residual_std(1.0, model.layers)
+    layers: Any = chunk.decoder.layers
+    for layer in layers:
+        for branch in (layer.self_attention, layer.mlp):
+            # Megatron's modules return their output and a bias to be added later: here none.
+            branch.register_forward_hook(lambda module, inputs, output: (factor * output[0], None))
 
 
 def _declare_library_parameters(chunk: GPTModel, model: ModelConfig) -> None:

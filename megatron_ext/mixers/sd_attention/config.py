@@ -21,8 +21,9 @@ class Config(MixerConfig):
     """Scores are products of twice this width, and the kernels stop at 256."""
     d: Literal["token", "head"] = "token"
     """The damping: softplus of a projection of each token, or one number a head."""
-    rope_base: Annotated[float, Field(gt=1)] | None = 10000.0
-    """null: no position encoding."""
+    rope_base: Annotated[float, Field(gt=1)] | None = None
+    """null: no position encoding but causality. With RoPE S stays skew-symmetric, but surgery that
+    mixes a head's channels is not possible."""
 
     context_parallel: ClassVar[bool] = True
 
