@@ -9,8 +9,8 @@ from mixtron.kernels.gated_linear_attention import (
     gated_linear_attention_reference,
 )
 from mixtron.kernels.linear_attention import linear_attention, linear_attention_reference
-from mixtron.kernels.sd_attention import sd_attention, sd_attention_reference
 from mixtron.kernels.log_linear_attention import log_linear_attention
+from mixtron.kernels.sd_attention import sd_attention, sd_attention_reference
 from mixtron.kernels.softmax_attention import softmax_attention, softmax_attention_reference
 from mixtron.kernels.windowed_attention import (
     document_permutation,
@@ -210,6 +210,7 @@ def test_windowed_attention_tiled(heads, kv_heads, window_side):
         run(tiled, inputs, torch.bfloat16, "cuda"),
         run(reference, inputs, torch.float64, "cpu"),
         run(reference, inputs, torch.bfloat16, "cpu"),
+    )
 
 
 @pytest.mark.parametrize("base", ["gated_linear", "gated_delta"])
