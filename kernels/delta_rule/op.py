@@ -7,10 +7,15 @@ from torch import Tensor
 from mixtron.kernels.delta_rule.chunk import delta_rule_chunk
 from mixtron.kernels.delta_rule.decode import StepSize
 from mixtron.kernels.delta_rule.reference import delta_rule_reference
+from mixtron.kernels.delta_rule.triton_op import delta_rule_triton
 from mixtron.kernels.recurrence import check_documents, check_gate, check_inputs
 
-Backend = Literal["chunk", "reference"]
-BACKENDS = {"chunk": delta_rule_chunk, "reference": delta_rule_reference}
+Backend = Literal["chunk", "triton", "reference"]
+BACKENDS = {
+    "chunk": delta_rule_chunk,
+    "triton": delta_rule_triton,
+    "reference": delta_rule_reference,
+}
 
 
 def delta_rule(

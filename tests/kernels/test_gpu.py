@@ -148,6 +148,82 @@ def test_delta_rule_chunk(step_size):
     )
 
 
+def rounded_recurrence(q, k, v, log_decay, eta, step_size, documents):
+    """The recurrence with the state rounded to bf16 wherever it is multiplied, as tensor cores do.
+
+    Autograd rounds the gradients of what is rounded too.
+    """
+    outputs, state, scale = [], None, q.shape[-1] ** -0.5
+
+    def low(x):
+        return x.bfloat16().float()
+
+    for t in range(q.shape[1]):
+        groups = v.shape[2] // q.shape[2]
+        qt, kt = (x[:, t].float().repeat_interleave(groups, dim=1) for x in (q, k))
+        if state is None or t in documents:
+            state = torch.zeros(1, v.shape[2], q.shape[-1], v.shape[-1], device=q.device)
+        norm2 = kt.square().sum(-1)
+        beta = {
+            "kaczmarz": eta[:, t] / (norm2 + 1e-6),
+            "longhorn": eta[:, t] / (1 + eta[:, t] * norm2),
+            "learned": eta[:, t],
+        }[step_size]
+        decay = log_decay[:, t].exp()[..., None, None]
+        error = v[:, t].float() - torch.einsum("bjkv,bjk->bjv", low(decay * state), kt)
+        write = low(beta[..., None] * error)
+        state = decay * state + kt[..., :, None] * write[..., None, :]
+        outputs.append(scale * torch.einsum("bjkv,bjk->bjv", low(state), qt))
+    return torch.stack(outputs, dim=1).to(v.dtype)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64)])
+@pytest.mark.parametrize("step_size", ["kaczmarz", "learned", "longhorn"])
+def test_delta_rule_triton(step_size, dims):
+    generator = torch.Generator().manual_seed(0)
+    tokens, (K, V) = sum(LENGTHS), dims
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    key = noise(1, tokens, 2, K)
+    if step_size == "learned":
+        key = torch.nn.functional.normalize(key, dim=-1)
+    else:
+        key = key * (0.5 * noise(1, tokens, 2, 1)).exp()
+    inputs = {
+        "q": torch.nn.functional.normalize(noise(1, tokens, 2, K), dim=-1).bfloat16(),
+        "k": key.bfloat16(),
+        "v": noise(1, tokens, 4, V).bfloat16(),
+        "log_decay": -(noise(1, tokens, 4) - 1).exp(),
+        "eta": noise(1, tokens, 4).sigmoid(),
+    }
+    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0), tokens], dtype=torch.int32)
+    starts = set(cu.tolist())
+
+    def reference(q, k, v, g, eta):
+        return delta_rule_reference(
+            q, k, v, g, eta, step_size=step_size, cu_seqlens=cu.to(q.device)
+        )[0]
+
+    def kernel(q, k, v, g, eta):
+        options = {"step_size": step_size, "cu_seqlens": cu.to(q.device), "backend": "triton"}
+        return delta_rule(q, k, v, g, eta, **options)[0]
+
+    def rounded(q, k, v, g, eta):
+        return rounded_recurrence(q, k, v, g, eta, step_size, starts)
+
+    gates = ("log_decay", "eta")
+    found = run(kernel, inputs, torch.bfloat16, "cuda", gates)
+    again = run(kernel, inputs, torch.bfloat16, "cuda", gates)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+    compare(
+        found,
+        run(reference, inputs, torch.float64, "cpu", gates),
+        run(rounded, inputs, torch.bfloat16, "cuda", gates),
+    )
+
+
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_gated_linear_attention_chunk(decay):
     generator = torch.Generator().manual_seed(0)

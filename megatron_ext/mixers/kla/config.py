@@ -10,6 +10,7 @@ from mixtron.megatron_ext.mixers.base import (
     require_divisible,
 )
 
+TRITON_DIMS = (64, 128)
 Positive = Annotated[int, Field(gt=0)]
 CHUNK = 64
 SEGMENT_CHUNKS = 2048
@@ -37,6 +38,8 @@ class Config(MixerConfig):
     context_exchange: Literal["state", "heads"] = "state"
     """What context ranks exchange: a map of the state each (few bytes, whatever the length), or
     heads for tokens (then `heads` over TP must be divisible by parallel.context)."""
+    kernel: Literal["chunk", "triton"] = "chunk"
+    """The op's form in training: torch's on any device, or Triton's, for bf16 on a GPU."""
 
     context_parallel: ClassVar[bool] = True
 
@@ -45,6 +48,12 @@ class Config(MixerConfig):
         if self.value_heads % self.heads:
             raise ValueError(
                 f"value_heads={self.value_heads} is not a multiple of heads={self.heads}"
+            )
+        dims = (self.key_dim, self.value_dim)
+        if self.kernel == "triton" and not set(dims) <= set(TRITON_DIMS):
+            raise ValueError(
+                f"kernel=triton takes key_dim and value_dim of 64 or 128, not {dims[0]} and "
+                f"{dims[1]}; or use kernel=chunk"
             )
         return self
 
@@ -107,7 +116,12 @@ class Config(MixerConfig):
         fp32 += self.value_heads  # eta
         if self.decay == "gated":
             fp32 += 3 * self.value_heads  # softplus' input and output, the log decay
-        return (elements * bytes_per_element + 4 * fp32) / tensor
+        kept = elements * bytes_per_element + 4 * fp32
+        if self.kernel == "triton":
+            # Two C x C matrices and half a state a chunk, and four numbers a token.
+            state = self.key_dim * self.value_dim / (2 * CHUNK)
+            kept += self.value_heads * (bytes_per_element * (2 * CHUNK + state) + 4 * 4)
+        return kept / tensor
 
     def working_bytes(
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
@@ -120,6 +134,10 @@ class Config(MixerConfig):
         # The gate's operands are gone by then, in their stead there are gradients of two.
         gone = 2 * self.value_heads * value * bytes_per_element if self.output_gate else 0
         segment = 4 * chunks * chunk - tokens * gone / tensor
+        if self.kernel == "triton":
+            # The gradients of every chunk's state, and of q, k and v.
+            gradients = key * value / CHUNK + 2 * key + value
+            segment = tokens * self.value_heads * gradients * bytes_per_element / tensor
         # The convolution's: gradients of its output, of its input, and one shifted, in fp32; what
         # the op and SiLU kept is gone.
         convolution = tokens * convolved / tensor * (3 * 4 - bytes_per_element)

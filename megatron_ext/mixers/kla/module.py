@@ -11,6 +11,7 @@ from mixtron.megatron_ext.context_parallel import (
     heads_to_sequence,
     sequence_to_heads,
 )
+from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.layers import (
     FusedColumnParallel,
     OutputProjection,
@@ -42,6 +43,10 @@ class Mixer(ShardedModule):
 
     def __init__(self, config, layer_number: int, mixer: Config, pg_collection, **_):
         super().__init__(config, pg_collection.tp)
+        if mixer.kernel == "triton" and not (torch.cuda.is_available() and config.bf16):
+            raise ConfigError(
+                "kernel=triton needs a GPU and training.precision=bf16; use kernel=chunk"
+            )
         self.mixer = mixer
         self.layer_number = layer_number
         self.cp_group = pg_collection.cp
@@ -96,7 +101,13 @@ class Mixer(ShardedModule):
         q_BTHK = _unit(q_BTHK)
         if exchange is not None:
             state_BJKV = exchange.state()
-        o_BTJV, state_BJKV = delta_rule(q_BTHK, *writes, **options, initial_state_BJKV=state_BJKV)
+        o_BTJV, state_BJKV = delta_rule(
+            q_BTHK,
+            *writes,
+            **options,
+            initial_state_BJKV=state_BJKV,
+            backend=self.mixer.kernel,
+        )
         if batch.cache is not None:
             tail = self.convolution.tail(raw_TBE)
             batch.cache.layers[self.layer_number] = {"state": state_BJKV, "tail": tail}
@@ -119,6 +130,7 @@ class Mixer(ShardedModule):
             exchange(eta_BTJ.unsqueeze(-1)).squeeze(-1),
             step_size=self.mixer.step_size,
             cu_seqlens=batch.cu_seqlens,
+            backend=self.mixer.kernel,
         )
         return heads_to_sequence(o_BTJV[0], self.cp_group)[None]
 

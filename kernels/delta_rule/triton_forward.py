@@ -1,0 +1,177 @@
+"""The delta rule's forward on a GPU: what does not depend on the state chunk by chunk, then one
+scan over the chunks. The equations are in README.md.
+
+Tensor cores take the tiles of q, k and v as they come. Norms, step sizes and decays are in the
+two [C, C] matrices of a chunk, X = (I + A)^-1 diag(eta rv) and P, and in row factors:
+
+    U = X (v - read k S),   o = query q S + P U,   S' = across S + k^T (write U)
+"""
+
+import triton
+import triton.language as tl
+
+from mixtron.kernels.triton_tools import tile, unit_lower_inverse
+
+
+@triton.jit
+def prepare_kernel(
+    q_BTHK,
+    k_BTHK,
+    log_decay_BTJ,
+    eta_BTJ,
+    document_T,
+    X_BJTC,
+    P_BJTC,
+    rows_4BJT,
+    across_BJN,
+    scale,
+    eps,
+    T,
+    plane,
+    H: tl.constexpr,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    STEP_SIZE: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):
+    """Of one chunk and value head: X, P, the row factors read, write and query, the decay across
+    the chunk, and for backward r."""
+    n = tl.program_id(0)
+    N = tl.num_programs(0)
+    bj = tl.program_id(1).to(tl.int64)
+    b, j = bj // J, bj % J
+    row_C = tl.arange(0, C)
+    key_K = tl.arange(0, K)
+    t_C = n * C + row_C
+    inside_C = t_C < T
+    last = tl.minimum(n * C + C, T) - 1 - n * C
+    gate_C = (b * T + t_C) * J + j
+    eta_C = tl.load(eta_BTJ + gate_C, mask=inside_C, other=0.0).to(tl.float32)
+
+    upto_CC = row_C[:, None] >= row_C[None, :]
+    reached_C = inside_C
+    ends_C = inside_C
+    if HAS_DOCUMENTS:
+        document_C = tl.load(document_T + t_C, mask=inside_C, other=-1)
+        before_C = tl.load(document_T + t_C - 1, mask=inside_C & (t_C > 0), other=0)
+        upto_CC = upto_CC & (document_C[:, None] == document_C[None, :])
+        reached_C = reached_C & (document_C == tl.load(document_T + tl.maximum(n * C - 1, 0)))
+        ends_C = ends_C & (document_C == tl.load(document_T + n * C + last))
+    G_C = tl.zeros([C], tl.float32)
+    if HAS_DECAY:
+        g_C = tl.load(log_decay_BTJ + gate_C, mask=inside_C, other=0.0).to(tl.float32)
+        # Beyond that nothing is left, and larger sums would cost the others their precision.
+        g_C = tl.maximum(g_C, -64.0)
+        if HAS_DOCUMENTS:
+            g_C = tl.where((document_C != before_C) & (t_C > 0), 0.0, g_C)
+        G_C = tl.sum(tl.where(upto_CC, g_C[None, :], 0.0), 1)
+    G_last = tl.sum(tl.where(row_C == last, G_C, 0.0), 0)
+    from_start_C = tl.where(reached_C, tl.exp(G_C), 0.0)
+    to_end_C = tl.where(ends_C, tl.exp(G_last - G_C), 0.0)
+    across = tl.sum(tl.where(row_C == last, from_start_C, 0.0), 0)
+
+    first = b * T + n * C
+    head = (j // (J // H)) * K
+    k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C[:, None], 0.0)
+    q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C[:, None], 0.0)
+    norm2_C = tl.sum(k_CK.to(tl.float32) * k_CK.to(tl.float32), 1)
+    r_C, rv_C = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
+    if STEP_SIZE == "kaczmarz":
+        r_C = 1 / tl.sqrt(norm2_C + eps)
+        rv_C = r_C
+    elif STEP_SIZE == "longhorn":
+        r_C = 1 / tl.sqrt(1 + eta_C * norm2_C)
+        rv_C = r_C
+
+    k_CK, q_CK = k_CK.to(PRODUCT), q_CK.to(PRODUCT)
+    decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf")))
+    P_CC = tl.dot(q_CK, tl.trans(k_CK)) * decay_CC * scale * r_C[None, :]
+    A_CC = tl.dot(k_CK, tl.trans(k_CK)) * decay_CC * (eta_C * r_C)[:, None] * r_C[None, :]
+    A_CC = tl.where(row_C[:, None] > row_C[None, :], A_CC, 0.0)
+    # Not 0: backward divides by it.
+    weight_C = tl.where(inside_C, tl.maximum(eta_C, 2.0**-40) * rv_C, 0.0)
+    X_CC = unit_lower_inverse(A_CC) * weight_C[None, :]
+
+    first = bj * N * C + n * C
+    pair_CC = row_C[:, None] * C + row_C[None, :]
+    tl.store(X_BJTC + first * C + pair_CC, X_CC.to(X_BJTC.dtype.element_ty))
+    tl.store(P_BJTC + first * C + pair_CC, P_CC.to(P_BJTC.dtype.element_ty))
+    factor = rows_4BJT + first + row_C
+    tl.store(factor, from_start_C * r_C / rv_C)
+    tl.store(factor + plane, to_end_C * r_C)
+    tl.store(factor + 2 * plane, from_start_C * scale)
+    tl.store(factor + 3 * plane, tl.where(inside_C, r_C, 0.0))
+    tl.store(across_BJN + bj * N + n, across)
+
+
+@triton.jit
+def scan_kernel(
+    q_BTHK,
+    k_BTHK,
+    v_BTJV,
+    X_BJTC,
+    P_BJTC,
+    rows_4BJT,
+    across_BJN,
+    initial_BJKV,
+    o_BTJV,
+    states_BJNKV,
+    final_BJKV,
+    T,
+    N,
+    plane,
+    H: tl.constexpr,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    STATE_EVERY: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    STORE_STATES: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """All chunks of one value head and BLOCK_V of its columns, one after another."""
+    column = tl.program_id(0) * BLOCK_V
+    bj = tl.program_id(1).to(tl.int64)
+    b, j = bj // J, bj % J
+    row_C = tl.arange(0, C)
+    key_K = tl.arange(0, K)
+    value_V = tl.arange(0, BLOCK_V)
+    head = (j // (J // H)) * K
+    S_KV = tl.zeros([K, BLOCK_V], tl.float32)
+    if HAS_INITIAL:
+        S_KV = tl.load(tile(initial_BJKV + column, bj * K, V, key_K, value_V)).to(tl.float32)
+    for n in tl.range(0, N, num_stages=STAGES):
+        first = b * T + n * C
+        chunk = bj * N * C + n * C
+        inside_C1 = (row_C < T - n * C)[:, None]
+        k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0)
+        q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0)
+        v_CV = tl.load(tile(v_BTJV + j * V + column, first, J * V, row_C, value_V), inside_C1, 0.0)
+        X_CC = tl.load(tile(X_BJTC, chunk, C, row_C, row_C))
+        P_CC = tl.load(tile(P_BJTC, chunk, C, row_C, row_C))
+        read_C = tl.load(rows_4BJT + chunk + row_C)
+        write_C = tl.load(rows_4BJT + plane + chunk + row_C)
+        query_C = tl.load(rows_4BJT + 2 * plane + chunk + row_C)
+        across = tl.load(across_BJN + bj * N + n)
+        k_CK, q_CK = k_CK.to(PRODUCT), q_CK.to(PRODUCT)
+        S_low_KV = S_KV.to(PRODUCT)
+        if STORE_STATES:  # noqa: SIM102 (a constant and a value)
+            if n % STATE_EVERY == 0:
+                stored = (bj * tl.cdiv(N, STATE_EVERY) + n // STATE_EVERY) * K
+                pointers = tile(states_BJNKV + column, stored, V, key_K, value_V)
+                tl.store(pointers, S_low_KV.to(states_BJNKV.dtype.element_ty))
+        R_CV = v_CV.to(tl.float32) - tl.dot(k_CK, S_low_KV) * read_C[:, None]
+        U_CV = tl.dot(X_CC.to(PRODUCT), R_CV.to(PRODUCT))
+        o_CV = tl.dot(q_CK, S_low_KV) * query_C[:, None]
+        o_CV = tl.dot(P_CC.to(PRODUCT), U_CV.to(PRODUCT), o_CV)
+        write_CV = (U_CV * write_C[:, None]).to(PRODUCT)
+        S_KV = tl.dot(tl.trans(k_CK), write_CV, S_KV * across)
+        o_tile = tile(o_BTJV + j * V + column, first, J * V, row_C, value_V)
+        tl.store(o_tile, o_CV.to(o_BTJV.dtype.element_ty), inside_C1)
+    tl.store(tile(final_BJKV + column, bj * K, V, key_K, value_V), S_KV)

@@ -1,0 +1,285 @@
+"""The delta rule on a GPU: launches the kernels and gives them to autograd."""
+
+# Launches take keywords that the kernels' signatures do not have.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from mixtron.kernels.delta_rule.decode import StepSize
+from mixtron.kernels.delta_rule.triton_backward import gradient_kernel, reverse_scan_kernel
+from mixtron.kernels.delta_rule.triton_forward import prepare_kernel, scan_kernel
+from mixtron.kernels.recurrence import document_starts
+from mixtron.kernels.triton_tools import INTERPRETED, product_dtype
+
+CHUNK_LENGTH = 64
+HEAD_DIMS = (64, 128)
+STATE_EVERY = 2
+"""A state is kept of every second chunk; backward computes the one between again."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one kernel is cut and launched."""
+
+    block_v: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    prepare_warps: int
+    scan: Launch
+    reverse: Launch
+    gradient: Launch
+
+
+def launch_plan() -> Plan:
+    """The fastest of those measured on an H200 that were right; no search at run time, which would
+    let ranks differ."""
+    return Plan(
+        prepare_warps=4,
+        scan=Launch(block_v=64, warps=4, stages=1),
+        reverse=Launch(block_v=64, warps=4, stages=3),
+        gradient=Launch(block_v=128, warps=8, stages=1),
+    )
+
+
+def delta_rule_triton(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTJV: Tensor,
+    log_decay_BTJ: Tensor | None,
+    eta_BTJ: Tensor,
+    *,
+    step_size: StepSize,
+    eps: float = 1e-6,
+    scale: float | None = None,
+    initial_state_BJKV: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results of `delta_rule`, for bf16 on a GPU; K and V of 64 or 128.
+
+    Raises:
+        ValueError: a dtype, device or width that it cannot take.
+    """
+    _check(q_BTHK, v_BTJV)
+    if scale is None:
+        scale = 1 / math.sqrt(q_BTHK.shape[-1])
+    options = Options(step_size, eps, scale)
+    return _DeltaRule.apply(  # type: ignore[return-value]
+        q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ, initial_state_BJKV, cu_seqlens, options
+    )
+
+
+def _check(q_BTHK: Tensor, v_BTJV: Tensor) -> None:
+    K, V = q_BTHK.shape[-1], v_BTJV.shape[-1]
+    if INTERPRETED:
+        return
+    if q_BTHK.device.type != "cuda" or q_BTHK.dtype != torch.bfloat16:
+        raise ValueError(
+            f"q_BTHK is {q_BTHK.dtype} on {q_BTHK.device}: the triton form takes bf16 on a GPU"
+        )
+    if K not in HEAD_DIMS or V not in HEAD_DIMS:
+        raise ValueError(f"K={K}, V={V}: the triton form takes 64 or 128 for each")
+
+
+@dataclass(frozen=True)
+class Options:
+    step_size: StepSize
+    eps: float
+    scale: float
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, log_decay, eta, initial, cu_seqlens, options):
+        q, k, v, eta = q.contiguous(), k.contiguous(), v.contiguous(), eta.contiguous()
+        log_decay = None if log_decay is None else log_decay.contiguous()
+        document_T = None
+        if cu_seqlens is not None:
+            document_T = document_starts(cu_seqlens, q.shape[1]).cumsum(0, dtype=torch.int32)
+        prepared = prepare(q, k, log_decay, eta, document_T, options)
+        training = any(ctx.needs_input_grad)
+        o, final, states = scan(q, k, v, prepared, initial, training)
+        if training:
+            ctx.save_for_backward(q, k, v, log_decay, eta, document_T, *prepared, states)
+            ctx.options = options
+            ctx.has_initial = initial is not None
+        return o, final
+
+    @staticmethod
+    def backward(ctx, do, dfinal):  # type: ignore[override]
+        q, k, v, log_decay, eta, document_T, *prepared, states = ctx.saved_tensors
+        do = do.contiguous()
+        dstates, dinitial = reverse_scan(q, k, do, prepared, dfinal)
+        dq, dk, dv, dlog_decay, deta = gradient(
+            q, k, v, do, log_decay, eta, document_T, prepared, states, dstates, ctx.options
+        )
+        dinitial = dinitial if ctx.has_initial else None
+        return dq, dk, dv, dlog_decay, deta, dinitial, None, None
+
+
+def prepare(q, k, log_decay, eta, document_T, options: Options):
+    """X and P [B, J, T', C], the row factors [4, B, J, T'] fp32 and the decay across each chunk
+    [B, J, N] fp32; T' is T filled up to whole chunks."""
+    (B, T, H, K), J, C = k.shape, eta.shape[2], CHUNK_LENGTH
+    N = triton.cdiv(T, C)
+    X_BJTC, P_BJTC = k.new_empty(B, J, N * C, C), k.new_empty(B, J, N * C, C)
+    rows_4BJT = k.new_empty(4, B, J, N * C, dtype=torch.float32)
+    across_BJN = k.new_empty(B, J, N, dtype=torch.float32)
+    prepare_kernel[(N, B * J)](
+        q,
+        k,
+        log_decay,
+        eta,
+        document_T,
+        X_BJTC,
+        P_BJTC,
+        rows_4BJT,
+        across_BJN,
+        options.scale,
+        options.eps,
+        T,
+        B * J * N * C,
+        H=H,
+        J=J,
+        K=K,
+        C=C,
+        STEP_SIZE=options.step_size,
+        HAS_DECAY=log_decay is not None,
+        HAS_DOCUMENTS=document_T is not None,
+        PRODUCT=product_dtype(k.dtype),
+        num_warps=launch_plan().prepare_warps,
+    )
+    return X_BJTC, P_BJTC, rows_4BJT, across_BJN
+
+
+def scan(q, k, v, prepared, initial, training: bool):
+    """o, the final state, and the states that backward needs."""
+    (B, T, H, K), (J, V) = k.shape, v.shape[2:]
+    N = triton.cdiv(T, CHUNK_LENGTH)
+    plan = launch_plan().scan
+    block_v = min(plan.block_v, V)
+    o_BTJV = torch.empty_like(v)
+    final_BJKV = v.new_empty(B, J, K, V, dtype=torch.float32)
+    states_BJNKV = None
+    if training:
+        states_BJNKV = v.new_empty(B, J, triton.cdiv(N, STATE_EVERY), K, V)
+    scan_kernel[(V // block_v, B * J)](
+        q,
+        k,
+        v,
+        *prepared,
+        None if initial is None else initial.contiguous(),
+        o_BTJV,
+        states_BJNKV,
+        final_BJKV,
+        T,
+        N,
+        B * J * N * CHUNK_LENGTH,
+        H=H,
+        J=J,
+        K=K,
+        V=V,
+        BLOCK_V=block_v,
+        C=CHUNK_LENGTH,
+        STATE_EVERY=STATE_EVERY,
+        HAS_INITIAL=initial is not None,
+        STORE_STATES=training,
+        PRODUCT=product_dtype(k.dtype),
+        STAGES=plan.stages,
+        num_warps=plan.warps,
+    )
+    return o_BTJV, final_BJKV, states_BJNKV
+
+
+def reverse_scan(q, k, do, prepared, dfinal):
+    """The gradient of the state after every chunk, and of the initial state."""
+    (B, T, H, K), (J, V) = k.shape, do.shape[2:]
+    N = triton.cdiv(T, CHUNK_LENGTH)
+    plan = launch_plan().reverse
+    block_v = min(plan.block_v, V)
+    dstates_BJNKV = do.new_empty(B, J, N, K, V)
+    dinitial_BJKV = do.new_empty(B, J, K, V, dtype=torch.float32)
+    reverse_scan_kernel[(V // block_v, B * J)](
+        q,
+        k,
+        do,
+        *prepared,
+        None if dfinal is None else dfinal.contiguous(),
+        dstates_BJNKV,
+        dinitial_BJKV,
+        T,
+        N,
+        B * J * N * CHUNK_LENGTH,
+        H=H,
+        J=J,
+        K=K,
+        V=V,
+        BLOCK_V=block_v,
+        C=CHUNK_LENGTH,
+        HAS_DFINAL=dfinal is not None,
+        PRODUCT=product_dtype(k.dtype),
+        STAGES=plan.stages,
+        num_warps=plan.warps,
+    )
+    return dstates_BJNKV, dinitial_BJKV
+
+
+def gradient(q, k, v, do, log_decay, eta, document_T, prepared, states, dstates, options: Options):
+    """The gradients of q, k, v, the log decay (None without) and eta."""
+    (B, T, H, K), (J, V) = k.shape, v.shape[2:]
+    N = triton.cdiv(T, CHUNK_LENGTH)
+    plan = launch_plan().gradient
+    block_v = min(plan.block_v, V)
+    dq_BTJK, dk_BTJK = q.new_empty(B, T, J, K), k.new_empty(B, T, J, K)
+    dv_BTJV = torch.empty_like(v)
+    dlog_decay_BTJ = None if log_decay is None else torch.empty_like(log_decay)
+    deta_BTJ = torch.empty_like(eta)
+    gradient_kernel[(N, B * J)](
+        q,
+        k,
+        v,
+        do,
+        log_decay,
+        eta,
+        document_T,
+        *prepared,
+        states,
+        dstates,
+        dq_BTJK,
+        dk_BTJK,
+        dv_BTJV,
+        dlog_decay_BTJ,
+        deta_BTJ,
+        options.scale,
+        T,
+        B * J * N * CHUNK_LENGTH,
+        H=H,
+        J=J,
+        K=K,
+        V=V,
+        BLOCK_V=block_v,
+        C=CHUNK_LENGTH,
+        STATE_EVERY=STATE_EVERY,
+        STEP_SIZE=options.step_size,
+        HAS_DECAY=log_decay is not None,
+        HAS_DOCUMENTS=document_T is not None,
+        PRODUCT=product_dtype(k.dtype),
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+    )
+    return _to_key_heads(dq_BTJK, H), _to_key_heads(dk_BTJK, H), dv_BTJV, dlog_decay_BTJ, deta_BTJ
+
+
+def _to_key_heads(x_BTJK: Tensor, H: int) -> Tensor:
+    """The sum over the value heads that share a query/key head."""
+    if x_BTJK.shape[2] == H:
+        return x_BTJK
+    return x_BTJK.unflatten(2, (H, -1)).sum(3)

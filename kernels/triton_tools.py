@@ -1,0 +1,58 @@
+"""What the Triton kernels share."""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def product_dtype(dtype: torch.dtype) -> tl.dtype:
+    """What operands of `tl.dot` are rounded to: the inputs' dtype.
+
+    Triton's interpreter multiplies bf16 operands wrongly (numpy has no bf16): fp32 there.
+    """
+    names = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+    return tl.float32 if INTERPRETED else names[dtype]
+
+
+@triton.jit
+def tile(base, first_row, row_stride: tl.constexpr, row_C, column_E):
+    """Pointers to rows first_row (int64) + row_C and columns column_E of a matrix."""
+    return base + first_row * row_stride + (row_C[:, None] * row_stride + column_E[None, :])
+
+
+@triton.jit
+def unit_lower_inverse(A_CC):
+    """(I + A)^-1 for a strictly lower triangular A [64, 64] fp32.
+
+    The inverse of twice as large diagonal blocks follows from that of the smaller ones:
+    (D + O)^-1 = D^-1 - D^-1 O D^-1 for a block diagonal D and what lies below it. Up to 16 rows
+    the four diagonal blocks are products of their own.
+    """
+    block = tl.arange(0, 4)
+    row_16 = tl.arange(0, 16)
+    own = block[:, None, None, None] == block[None, None, :, None]
+    A_4x16x16 = tl.sum(tl.where(own, tl.reshape(A_CC, (4, 16, 4, 16)), 0.0), 2)
+    X_4x16x16 = (row_16[:, None] == row_16[None, :]).to(tl.float32)[None, :, :]
+    X_4x16x16 = X_4x16x16 - tl.where(_below(row_16, 1)[None, :, :], A_4x16x16, 0.0)
+    for half in tl.static_range(1, 4):
+        O_4x16x16 = tl.where(_below(row_16, 2**half)[None, :, :], A_4x16x16, 0.0)
+        product = tl.dot(X_4x16x16, O_4x16x16, input_precision="tf32")
+        X_4x16x16 = X_4x16x16 - tl.dot(product, X_4x16x16, input_precision="tf32")
+    X_CC = tl.reshape(tl.where(own, X_4x16x16[:, :, None, :], 0.0), (64, 64))
+    row_C = tl.arange(0, 64)
+    for half in tl.static_range(4, 6):
+        O_CC = tl.where(_below(row_C, 2**half), A_CC, 0.0)
+        product = tl.dot(X_CC, O_CC, input_precision="tf32")
+        X_CC = X_CC - tl.dot(product, X_CC, input_precision="tf32")
+    return X_CC
+
+
+@triton.jit
+def _below(row, half: tl.constexpr):
+    """Where a block of 2 half rows has its second half's rows and its first half's columns."""
+    pair = (row // (2 * half))[:, None] == (row // (2 * half))[None, :]
+    return pair & ((row // half)[:, None] > (row // half)[None, :])
