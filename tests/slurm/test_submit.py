@@ -22,7 +22,7 @@ PROFILES = sorted((Path(__file__).parents[2] / "configs" / "clusters").glob("*.y
 @pytest.fixture
 def config(corpus, tmp_path) -> Path:
     content = small_config(corpus, tmp_path / "run")
-    content["slurm"] = {"nodes": 2, "gpus_per_node": 2}
+    content["slurm"] = {"nodes": 2, "gpus_per_node": 2, "time_limit": "01:00:00"}
     return write_config(tmp_path / "config.yaml", content)
 
 
