@@ -1,6 +1,6 @@
 # `make quickstart` and `make test` set everything up on first use. Nothing else is needed.
 
-.PHONY: quickstart test soak suites check slurm lock clean
+.PHONY: quickstart test test-slurm soak suites check slurm lock clean
 
 # A uv that answers, else a private one (a version manager's stub may exist and fail).
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv || echo .tools/bin/uv)
@@ -11,7 +11,11 @@ quickstart: .venv/ready
 	$(BIN)/mixtron quickstart
 
 test: .venv/ready
-	$(PYTEST) -m "not soak" $(ARGS)
+	$(PYTEST) -m "not soak and not cluster" $(ARGS)
+
+# The tests that start a real SLURM; they need root, and `make slurm` once.
+test-slurm: .venv/ready
+	$(PYTEST) -m cluster tests/slurm $(ARGS)
 
 soak: .venv/ready
 	$(PYTEST) -m soak $(ARGS)

@@ -1,4 +1,4 @@
-"""Runs functions on several ranks (CPU, gloo) whose processes live as long as the test session."""
+"""Runs functions on several ranks (CPU, gloo) forked from one that has imported everything."""
 
 import atexit
 import contextlib
@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 MAX_WORLD_SIZE = 4
+CALLS_A_PROCESS = 8
+"""A gloo world leaves dozens of idle threads behind; fresh processes have none and cost little."""
 GRACE_S = 2.0
 """How long the other ranks of a failed call may go on: to fail as well, and say why."""
 
@@ -70,6 +72,9 @@ class RankPool:
 
     def run(self, world_size: int, function: Callable, args: tuple, timeout_s: float) -> list:
         assert 1 <= world_size <= self.size, f"a world of {world_size} of {self.size} ranks"
+        if self.calls and self.calls % CALLS_A_PROCESS == 0:
+            self._kill()
+            self._fork()
         self.calls += 1
         call = pickle.dumps((function, args))
         for rank, connection in enumerate(self.ranks[:world_size]):

@@ -49,7 +49,7 @@ def on_a_rank(decay: str, offsets: list[int]) -> tuple[list, int]:
     starts_document = torch.tensor(rank * share in offsets)
     group = dist.group.WORLD
     assert group is not None
-    state = context_parallel.StateExchange(decay_map, write, starts_document, group).state()
+    state = context_parallel.state_before(decay_map, write, starts_document, group)
     o, _ = gated_linear_attention(
         q, k, v, log_decay, initial_state_BJKV=state, cu_seqlens=cu_seqlens
     )

@@ -25,6 +25,7 @@ def test_expand(nodelist):
     assert expand(nodelist) == LISTS[nodelist].split()
 
 
+@pytest.mark.cluster
 # SLURM's own reader, as Debian has it, knows no text after a bracket, nor a second bracket.
 @pytest.mark.parametrize("nodelist", [n for n in LISTS if n not in ("gpu-a[1-2]-ib",)])
 def test_scontrol_agrees(cluster, nodelist):

@@ -57,6 +57,7 @@ def wait_for_all() -> None:
         time.sleep(0.3)
 
 
+@pytest.mark.cluster
 @pytest.mark.timeout(1800)
 def test_only_what_failed_is_done_again(cluster, planned, profile, tmp_path):
     arguments = ("prep", "submit", str(planned), "--cluster", str(profile), "--workers", "1")

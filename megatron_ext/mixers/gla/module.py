@@ -11,7 +11,7 @@ from mixtron.kernels.gated_linear_attention import (
     gated_linear_step,
 )
 from mixtron.megatron_ext.batch import Batch
-from mixtron.megatron_ext.context_parallel import StateExchange
+from mixtron.megatron_ext.context_parallel import state_before
 from mixtron.megatron_ext.layers import FusedColumnParallel, OutputProjection, ShardedModule
 from mixtron.megatron_ext.mixers.gla.config import Config
 from mixtron.megatron_ext.parameters import constant, normal, replicated
@@ -73,11 +73,11 @@ class Mixer(ShardedModule):
         q_BTHK, *writes = inputs
         state_BHKV, cu_seqlens = None, batch.local_cu_seqlens
         if batch.context_size > 1:
-            state_BHKV = StateExchange(
+            state_BHKV = state_before(
                 *gated_linear_segment_map(*writes, cu_seqlens=cu_seqlens),
                 batch.position_ids[0] == 0,
                 self.cp_group,
-            ).state()
+            )
         o_BTHV, state_BHKV = gated_linear_attention(
             q_BTHK, *writes, initial_state_BJKV=state_BHKV, cu_seqlens=cu_seqlens
         )

@@ -8,7 +8,7 @@ from mixtron.kernels.linear_attention import (
     linear_attention_step,
 )
 from mixtron.megatron_ext.batch import Batch
-from mixtron.megatron_ext.context_parallel import StateExchange
+from mixtron.megatron_ext.context_parallel import state_before
 from mixtron.megatron_ext.layers import FusedColumnParallel, OutputProjection, ShardedModule
 from mixtron.megatron_ext.mixers.linear_attention.config import Config
 
@@ -51,11 +51,11 @@ class Mixer(ShardedModule):
         """The whole stream, or this context rank's share of it. [B, T, H, V]."""
         state_BHKW, cu_seqlens = None, batch.local_cu_seqlens
         if batch.context_size > 1:
-            state_BHKW = StateExchange(
+            state_BHKW = state_before(
                 *linear_attention_segment_map(k_BTHK, v_BTHV, cu_seqlens=cu_seqlens),
                 batch.position_ids[0] == 0,
                 self.cp_group,
-            ).state()
+            )
         o_BTHV, state_BHKW = linear_attention(
             q_BTHK, k_BTHK, v_BTHV, initial_state_BHKW=state_BHKW, cu_seqlens=cu_seqlens
         )

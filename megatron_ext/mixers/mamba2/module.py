@@ -10,7 +10,7 @@ from mixtron.kernels.gated_linear_attention import (
     gated_linear_step,
 )
 from mixtron.megatron_ext.batch import Batch
-from mixtron.megatron_ext.context_parallel import StateExchange
+from mixtron.megatron_ext.context_parallel import state_before
 from mixtron.megatron_ext.layers import (
     FusedColumnParallel,
     OutputProjection,
@@ -73,11 +73,11 @@ class Mixer(ShardedModule):
         writes = (k_BTHK, *self._discretised(x_BTJV, step_TBJ))
         state_BJKV, cu_seqlens = None, batch.local_cu_seqlens
         if batch.context_size > 1:
-            state_BJKV = StateExchange(
+            state_BJKV = state_before(
                 *gated_linear_segment_map(*writes, cu_seqlens=cu_seqlens),
                 batch.position_ids[0] == 0,
                 self.cp_group,
-            ).state()
+            )
         y_BTJV, state_BJKV = gated_linear_attention(
             q_BTHK, *writes, scale=1.0, initial_state_BJKV=state_BJKV, cu_seqlens=cu_seqlens
         )
