@@ -11,7 +11,7 @@ from tests.slurm.scenario import Job, mixtron, scenario
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LAST = "step_00000012"
 """The small run's last checkpoint."""
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 
 def newest(job: Job) -> str:
