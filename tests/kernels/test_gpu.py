@@ -37,9 +37,15 @@ def run(op, inputs, dtype, device, gates=()):
     return {"output": output.detach(), **dict(zip(inputs, (x.grad for x in leaves), strict=True))}
 
 
-def compare(actual, exact, rounded):
+def compare(actual, exact, rounded, maximum_factor=2.0):
     for name in exact:
-        assert_close_calibrated(actual[name].cpu(), exact[name], rounded[name].cpu(), name=name)
+        assert_close_calibrated(
+            actual[name].cpu(),
+            exact[name],
+            rounded[name].cpu(),
+            name=name,
+            maximum_factor=maximum_factor,
+        )
 
 
 @pytest.mark.parametrize("window", [None, 16])
@@ -221,6 +227,9 @@ def test_delta_rule_triton(step_size, dims):
         found,
         run(reference, inputs, torch.float64, "cpu", gates),
         run(rounded, inputs, torch.bfloat16, "cuda", gates),
+        # The kernels also round a chunk's matrices X and P, which the recurrence has not: the root
+        # mean square stays within 2, the one worst of 16,000 to 33,000 entries was seen at 3.3.
+        maximum_factor=4.0,
     )
 
 
