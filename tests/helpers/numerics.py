@@ -23,7 +23,8 @@ def assert_close_calibrated(
         error(actual) <= 2 error(reference) + 2^-22 size(exact)
 
     is asked of the root mean square, which is steady, and of the maximum over the elements, which
-    sees a single wrong one (and may be given another factor, with a reason); size is the exact result's root mean square, or its largest element.
+    sees a single wrong one (and may be given another factor, with a reason); size is the exact
+    result's root mean square, or its largest element.
     """
     assert actual.dtype == reference_low_precision.dtype, (name, actual.dtype)
     assert actual.shape == reference_fp64.shape == reference_low_precision.shape, name
