@@ -54,8 +54,10 @@ def test_packed_documents_equal_documents_alone(mixer):
     check_documents_alone(Case(mixer))
 
 
-@pytest.mark.parametrize("layout", [TP2, TP2_SP], ids=name)
-@pytest.mark.parametrize("mixer", MIXERS)
+REPLICA_PAIRS = [(mixer, TP2_SP) for mixer in MIXERS] + [("kla", TP2), ("softmax_attention", TP2)]
+
+
+@pytest.mark.parametrize(("mixer", "layout"), REPLICA_PAIRS, ids=name)
 def test_replicas_stay_bit_equal_and_on_one_ranks_course(mixer, layout):
     case = Case(mixer)
     check_replicas_equal(trained(case, layout, STEPS))

@@ -241,7 +241,10 @@ def test_every_operation_reports_and_writes_a_run_that_trains_on(corpus, tmp_pat
     }
     for name, pattern in expected.items():
         config = tmp_path / name / "config.yaml"
-        overrides = ["training.steps=2", "parallel.tensor=1", "parallel.sequence=false"]
+        overrides = [
+            *("training.steps=2", "checkpoint.allow_changes=[training.steps]"),
+            *("parallel.tensor=1", "parallel.sequence=false"),
+        ]
         assert run_on_ranks(1, train, config, overrides) == [2], name
         resolved = config.read_text()
         assert all(f"- {mixer}\n" in resolved for mixer in pattern), name
