@@ -89,6 +89,7 @@ def attend_backward(
     layout: Layout,
     lse_BGRNC: Tensor,
     do_BGRNCV: Tensor,
+    dlse_BGRNC: Tensor,
 ) -> Gradients:
     """The gradients of `attend`, from the last query block to the first (README.md).
 
@@ -112,6 +113,7 @@ def attend_backward(
         dlogits_BGRCS = _over_group(do_BGRCV, v_BGSV[:, :, both].mT)
         found.v_BGSV[:, :, both] += weights_BGRCS.flatten(2, 3).mT @ do_BGRCV.flatten(2, 3)
         delta_BGRC1 = (weights_BGRCS * dlogits_BGRCS).sum(-1, keepdim=True)
+        delta_BGRC1 -= dlse_BGRNC[..., n, :, None]
         dlogits_BGRCS = dlogits_BGRCS.sub_(delta_BGRC1).mul_(weights_BGRCS)
         found.logits_BGRNCC[..., n, :, :] = dlogits_BGRCS[..., -C:]
         doff_BGRCS = dlogits_BGRCS[..., :-C]

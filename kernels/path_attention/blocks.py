@@ -62,6 +62,11 @@ def split_heads(x_BTHE: Tensor, groups: int, C: int, dtype: torch.dtype) -> Tens
     return x_BTHE.unflatten(2, (groups, -1)).unflatten(1, (-1, C)).permute(0, 3, 4, 1, 2, 5)
 
 
+def join_heads(x_BGRNCE: Tensor, tokens: int) -> Tensor:
+    """[B, G, R, N, C, E] back to [B, T, H, E]."""
+    return x_BGRNCE.flatten(3, 4).flatten(1, 2).transpose(1, 2)[:, :tokens]
+
+
 def split_groups(x_BTGE: Tensor, C: int, dtype: torch.dtype) -> Tensor:
     """[B, T, G, E] to [B, G, N, C, E]; zeros (beta 0: identity maps) fill the last block."""
     return split_heads(x_BTGE, x_BTGE.shape[2], C, dtype).squeeze(2).contiguous()

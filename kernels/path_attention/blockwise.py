@@ -11,6 +11,7 @@ from mixtron.kernels.path_attention.blocks import (
     KeyBlocks,
     QueryBlocks,
     block_length,
+    join_heads,
     key_blocks,
     query_blocks,
     same_document,
@@ -31,6 +32,20 @@ def path_attention_blockwise(
     The arithmetic is fp64 for fp64 inputs, else fp32. Backward keeps the inputs and the log-sum-exp
     and computes the rest anew. Never waits for the device.
     """
+    o_BTHV, _ = path_attention_with_lse(
+        *inputs, scale=scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
+    )
+    return o_BTHV.to(inputs[2].dtype)  # type: ignore[union-attr]
+
+
+def path_attention_with_lse(
+    *inputs: Tensor | None,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same, unrounded, and the log-sum-exp [B, T, H] of its logits: what it takes to merge it
+    with attention to other keys. Both are differentiable."""
     return _Blockwise.apply(*inputs, scale, cu_seqlens, max_seqlen)  # type: ignore[return-value]
 
 
@@ -42,11 +57,11 @@ class _Blockwise(torch.autograd.Function):
         queries, keys, v_BGSV, layout = _terms(inputs, *options)
         o_BGRNCV, lse_BGRNC = attend(queries, keys, v_BGSV, layout)
         ctx.save_for_backward(lse_BGRNC, *inputs)
-        o_BTHV = o_BGRNCV.flatten(3, 4).flatten(1, 2).transpose(1, 2)[:, : q.shape[1]]
-        return o_BTHV.to(v.dtype)
+        o_BTHV = join_heads(o_BGRNCV, q.shape[1])
+        return o_BTHV, join_heads(lse_BGRNC[..., None], q.shape[1]).squeeze(-1)
 
     @staticmethod
-    def backward(ctx, do_BTHV):  # type: ignore[override]
+    def backward(ctx, do_BTHV, dlse_BTH):  # type: ignore[override]
         lse_BGRNC, *saved = ctx.saved_tensors
         inputs = [x if x is None else x.detach().requires_grad_() for x in saved]
         with torch.enable_grad():
@@ -60,6 +75,7 @@ class _Blockwise(torch.autograd.Function):
             layout,
             lse_BGRNC,
             do_BGRNCV,
+            split_heads(dlse_BTH[..., None], G, layout.block_length, dtype).squeeze(-1),
         )
         terms = vars(queries) | vars(keys) | {"v_BGSV": v_BGSV}
         named = {n: x for n, x in terms.items() if x is not None}

@@ -123,7 +123,7 @@ def _segment(k_BTGK, w_BTGK, beta_BTG, log_forget_BTH, cu_seqlens, C):
     )
 
 
-def documents(cu_seqlens: Tensor | None, tokens: int, before: int, device) -> Tensor:
+def documents(cu_seqlens: Tensor | None, tokens: int, before: int, device: torch.device) -> Tensor:
     """[before + tokens] int: each token's document; -1 for the `before` ones that fill up."""
     if cu_seqlens is None:
         document_S = torch.zeros(tokens, dtype=torch.int64, device=device)

@@ -8,9 +8,13 @@ import torch.nn.functional as F
 
 from mixtron.kernels.path_attention import (
     PastKeys,
+    attend_past,
+    documents,
+    past_queries,
     past_with,
     path_attention,
     path_attention_step,
+    path_attention_with_lse,
     path_segment,
 )
 from mixtron.kernels.path_attention.blocks import block_length
@@ -170,6 +174,34 @@ def test_past_continues_any_cut_of_a_sequence(form):
 
     inputs = make_inputs(sum(cuts), form)
     assert_equal_fp64(results(inputs, in_segments), results(inputs))
+
+
+@pytest.mark.parametrize("form", ["path-fox", "path", "fox"])
+def test_past_in_pieces_is_the_past_at_once(form):
+    """Carried queries against two pieces of the past, merged with the segment's own attention."""
+    x = make_inputs(200, form, past=150)
+    cu_seqlens = torch.tensor([0, 30, 290, 350])
+    expected = run(x, cu_seqlens=cu_seqlens)
+    gates = [x.get(name) for name in ("w", "beta", "log_forget")]
+    options = {"scale": K**-0.5, "cu_seqlens": torch.tensor([0, 140, 200])}
+    o_BTHV, lse_BTH = path_attention_with_lse(
+        x["q"], x["k"], x["v"], *gates, None, None, None, **options
+    )
+    q, until = past_queries(x["q"], x["k"], *gates, **options)
+    document_S = documents(cu_seqlens, 350, 0, torch.device("cpu"))
+    for piece in (slice(100, 150), slice(0, 100)):
+        k, v = (x[name][:, piece].transpose(1, 2) for name in ("past_k", "past_v"))
+        after = None
+        if "past_gate" in x:
+            after = x["past_gate"][:, piece].transpose(1, 2).unflatten(1, (G, -1))
+        found, lse = attend_past(q, until, k, v, after, document_S[150:], document_S[:150][piece])
+        found, lse = (y.flatten(1, 2).transpose(1, 2) for y in (found, lse))
+        total = torch.logaddexp(lse_BTH, lse)
+        o_BTHV = (lse_BTH - total).exp()[..., None] * o_BTHV + (lse - total).exp()[
+            ..., None
+        ] * found
+        lse_BTH = total
+    torch.testing.assert_close(o_BTHV, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_segment_keys_and_map_are_explicit_products():

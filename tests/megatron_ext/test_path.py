@@ -1,14 +1,17 @@
 """PaTH over four context ranks, and a softmax layer's conversion."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
+from mixtron.launch.config import RunConfig
 from mixtron.megatron_ext.config import ParallelConfig
 from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.mixers.path.config import Config as PathConfig
 from mixtron.megatron_ext.mixers.path.convert import softmax_to_path
 from mixtron.megatron_ext.mixers.softmax_attention.config import Config as SoftmaxConfig
-from tests.contract.cases import DENSE, RAGGED, Case, Layout
+from tests.contract.cases import ALIGNED, CP2, DENSE, RAGGED, TP2_CP2, Case, Layout
 from tests.contract.checks import check_agrees
 from tests.helpers.ranks import run_on_ranks
 
@@ -21,6 +24,26 @@ WIDTH, TOKENS = 32, 48
 @pytest.mark.parametrize("mixer", ["path", "fox"])
 def test_four_context_ranks_equal_one(mixer, documents):
     check_agrees(Case(mixer, documents=documents), CP4)
+
+
+@dataclass(frozen=True)
+class RingCase(Case):
+    """The mixer's debug configuration with all of its layers in a ring."""
+
+    def config(self, layout: Layout) -> RunConfig:
+        config = super().config(layout)
+        mixers = {
+            name: mixer.model_copy(update={"context_exchange": "ring"})
+            for name, mixer in config.mixers.items()
+        }
+        return config.model_copy(update={"mixers": mixers})
+
+
+@pytest.mark.parametrize("documents", [RAGGED, ALIGNED, DENSE], ids=["ragged", "aligned", "dense"])
+@pytest.mark.parametrize("layout", [CP2, TP2_CP2, CP4], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("mixer", ["path", "fox"])
+def test_a_ring_equals_one_rank(mixer, layout, documents):
+    check_agrees(RingCase(mixer, documents=documents), layout)
 
 
 def outputs(target: PathConfig, source: SoftmaxConfig) -> list[torch.Tensor]:

@@ -26,9 +26,10 @@ class PathFamilyConfig(MixerConfig):
     """RMSNorm over each query and key head."""
     gate_scale: Annotated[float, Field(gt=0)] = 1.0
     """Weighs the forget gate's sum in the scaled logit; 1 is FoX's meaning."""
-    context_exchange: Literal["keys", "heads"] = "keys"
-    """What context ranks exchange: every rank's keys, values and composed maps, gathered; or heads
-    for tokens, which balances the causal work (then `kv_heads` over TP must be divisible by
+    context_exchange: Literal["keys", "ring", "heads"] = "keys"
+    """What context ranks exchange. keys: every rank's keys, values and composed maps, gathered;
+    ring: the same, passed on from rank to rank, of which nothing is kept for backward; heads: heads
+    for tokens, which balances the causal work (`kv_heads` over TP divisible by
     parallel.context)."""
 
     context_parallel: ClassVar[bool] = True
@@ -156,10 +157,14 @@ class PathFamilyConfig(MixerConfig):
             maps = 4 * (kv + G) if self.rank else 0
             moved = tokens * (2 * (query + kv) * element + maps + gate)
             return (moved * (context - 1) / context + tail) / tensor
-        own = tokens * (kv * (4 + element) + gate) + gate
-        if self.rank:
-            own += 4 * G * K * K
-        return ((context - 1) * own + tail) / tensor
+        own = tokens * (kv * (4 + element) + gate)
+        composed = gate + (4 * G * K * K if self.rank else 0)
+        if self.context_exchange == "ring":
+            # Half of what forward and backward send: the keys and values travel twice, in backward
+            # with their fp32 gradients, which take one hop more home.
+            gradients = tokens * (2 * 4 * kv + gate) * context / (context - 1)
+            own = own + gradients / 2
+        return ((context - 1) * (own + composed) + tail) / tensor
 
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
         super().check(name, hidden_size, tensor, context)

@@ -5,7 +5,13 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
 from torch import Tensor
 
-from mixtron.kernels.path_attention import path_attention, path_attention_step, path_segment
+from mixtron.kernels.path_attention import (
+    past_queries,
+    path_attention,
+    path_attention_step,
+    path_attention_with_lse,
+    path_segment,
+)
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import heads_to_sequence, sequence_to_heads
 from mixtron.megatron_ext.layers import (
@@ -16,6 +22,7 @@ from mixtron.megatron_ext.layers import (
 )
 from mixtron.megatron_ext.mixers.path.config import PathFamilyConfig
 from mixtron.megatron_ext.mixers.path.context import past_of_ranks_before
+from mixtron.megatron_ext.mixers.path.ring import attend_ranks_before, ring_of
 from mixtron.megatron_ext.parameters import constant, normal, replicated
 
 
@@ -29,8 +36,8 @@ class Mixer(ShardedModule):
     TP: heads. W_1 is part of the input projection: each rank holds some of its rows, and their few
     outputs are gathered. SP: gathered by the input projection, scattered by the output one. CP:
     every rank carries its keys to the end of its tokens and composes its maps; these and the values
-    are gathered, and a rank carries on those of the ranks before it; or, by `context_exchange:
-    heads`, heads are exchanged for tokens around the op. Initialisation: matrices N(0, std),
+    are gathered, or travel a ring, and a rank carries on those of the ranks before it; or heads are
+    exchanged for tokens around the op (`context_exchange`). Initialisation: matrices N(0, std),
     convolution U(-1/sqrt 3, 1/sqrt 3), biases 0 (beta starts near 1, f near 1/2), norms 1. b and
     b_f are fp32 whatever the model's dtype.
     """
@@ -83,6 +90,8 @@ class Mixer(ShardedModule):
         q, k, v, w, beta, log_forget = self._inputs(convolved_TBE, parts)
         if batch.context_size > 1 and self.mixer.context_exchange == "heads":
             return self._mix_exchanged((q, k, v, w, beta, log_forget), batch)
+        if batch.context_size > 1 and self.mixer.context_exchange == "ring":
+            return self._mix_in_ring(q, k, v, w, beta, log_forget, batch)
         past, cu_seqlens = None, batch.cu_seqlens
         if batch.context_size > 1:
             segment = path_segment(k, w, beta, log_forget, cu_seqlens=batch.local_cu_seqlens)
@@ -110,6 +119,37 @@ class Mixer(ShardedModule):
                 cached["tail"] = self.convolution.tail(raw_TBE)
             batch.cache.layers[self.layer_number] = cached
         return o_BTHK
+
+    def _mix_in_ring(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: Tensor | None,
+        beta: Tensor | None,
+        log_forget: Tensor | None,
+        batch: Batch,
+    ) -> Tensor:
+        """Attention to this rank's keys merged with that to earlier ranks', which pass by."""
+        if log_forget is not None:
+            log_forget = self.mixer.gate_scale * log_forget
+        options = {"scale": self.mixer.head_dim**-0.5, "cu_seqlens": batch.local_cu_seqlens}
+        own_BTHK, own_lse_BTH = path_attention_with_lse(
+            q, k, v, w, beta, log_forget, None, None, None, max_seqlen=batch.max_seqlen, **options
+        )
+        past_BGRTK, past_lse_BGRT = attend_ranks_before(
+            *past_queries(q, k, w, beta, log_forget, **options),
+            path_segment(k, w, beta, log_forget, cu_seqlens=batch.local_cu_seqlens),
+            v,
+            ring_of(batch, self.cp_group),
+        )
+        past_BTHK = past_BGRTK.flatten(1, 2).transpose(1, 2)
+        past_lse_BTH = past_lse_BGRT.flatten(1, 2).transpose(1, 2)
+        lse_BTH = torch.logaddexp(own_lse_BTH, past_lse_BTH)
+        own_share_BTH, past_share_BTH = (
+            (x - lse_BTH).exp()[..., None] for x in (own_lse_BTH, past_lse_BTH)
+        )
+        return (own_share_BTH * own_BTHK + past_share_BTH * past_BTHK).to(v.dtype)
 
     def _mix_exchanged(self, inputs: tuple[Tensor | None, ...], batch: Batch) -> Tensor:
         """The whole stream for this context rank's share of the heads, there and back."""
