@@ -52,6 +52,8 @@ def delta_rule(
                             cu_seqlens[n] .. cu_seqlens[n+1]. From 0 to T, not decreasing; empty
                             documents are skipped, so it may be padded by repeating T. None: each
                             of the B rows is one document.
+        backend             "chunk" in torch on any device; "triton" for bf16 on a GPU with K and V
+                            of 64 or 128; "reference" token by token.
     Documents: the state is empty at the start of every document but the first, which starts from
     `initial_state_BJKV` (the state of the rank before, when it continues a document from there).
     Returns:

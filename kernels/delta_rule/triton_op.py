@@ -125,10 +125,17 @@ class _DeltaRule(torch.autograd.Function):
         return dq, dk, dv, dlog_decay, deta, dinitial, None, None
 
 
+def shape_of(k_BTHK: Tensor, J: int) -> dict:
+    """What every kernel is compiled for."""
+    H, K = k_BTHK.shape[2:]
+    product = product_dtype(k_BTHK.dtype)
+    return {"H": H, "J": J, "K": K, "C": CHUNK_LENGTH, "PRODUCT": product}
+
+
 def prepare(q, k, log_decay, eta, document_T, options: Options):
     """X and P [B, J, T', C], the row factors [4, B, J, T'] fp32 and the decay across each chunk
     [B, J, N] fp32; T' is T filled up to whole chunks."""
-    (B, T, H, K), J, C = k.shape, eta.shape[2], CHUNK_LENGTH
+    (B, T), J, C = k.shape[:2], eta.shape[2], CHUNK_LENGTH
     N = triton.cdiv(T, C)
     X_BJTC, P_BJTC = k.new_empty(B, J, N * C, C), k.new_empty(B, J, N * C, C)
     rows_4BJT = k.new_empty(4, B, J, N * C, dtype=torch.float32)
@@ -147,14 +154,10 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
         options.eps,
         T,
         B * J * N * C,
-        H=H,
-        J=J,
-        K=K,
-        C=C,
         STEP_SIZE=options.step_size,
         HAS_DECAY=log_decay is not None,
         HAS_DOCUMENTS=document_T is not None,
-        PRODUCT=product_dtype(k.dtype),
+        **shape_of(k, J),
         num_warps=launch_plan().prepare_warps,
     )
     return X_BJTC, P_BJTC, rows_4BJT, across_BJN
@@ -162,7 +165,7 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
 
 def scan(q, k, v, prepared, initial, training: bool):
     """o, the final state, and the states that backward needs."""
-    (B, T, H, K), (J, V) = k.shape, v.shape[2:]
+    (B, T, _, K), (J, V) = k.shape, v.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan().scan
     block_v = min(plan.block_v, V)
@@ -183,16 +186,12 @@ def scan(q, k, v, prepared, initial, training: bool):
         T,
         N,
         B * J * N * CHUNK_LENGTH,
-        H=H,
-        J=J,
-        K=K,
         V=V,
         BLOCK_V=block_v,
-        C=CHUNK_LENGTH,
         STATE_EVERY=STATE_EVERY,
         HAS_INITIAL=initial is not None,
         STORE_STATES=training,
-        PRODUCT=product_dtype(k.dtype),
+        **shape_of(k, J),
         STAGES=plan.stages,
         num_warps=plan.warps,
     )
@@ -201,7 +200,7 @@ def scan(q, k, v, prepared, initial, training: bool):
 
 def reverse_scan(q, k, do, prepared, dfinal):
     """The gradient of the state after every chunk, and of the initial state."""
-    (B, T, H, K), (J, V) = k.shape, do.shape[2:]
+    (B, T, _, K), (J, V) = k.shape, do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan().reverse
     block_v = min(plan.block_v, V)
@@ -218,14 +217,10 @@ def reverse_scan(q, k, do, prepared, dfinal):
         T,
         N,
         B * J * N * CHUNK_LENGTH,
-        H=H,
-        J=J,
-        K=K,
         V=V,
         BLOCK_V=block_v,
-        C=CHUNK_LENGTH,
         HAS_DFINAL=dfinal is not None,
-        PRODUCT=product_dtype(k.dtype),
+        **shape_of(k, J),
         STAGES=plan.stages,
         num_warps=plan.warps,
     )
@@ -261,17 +256,13 @@ def gradient(q, k, v, do, log_decay, eta, document_T, prepared, states, dstates,
         options.scale,
         T,
         B * J * N * CHUNK_LENGTH,
-        H=H,
-        J=J,
-        K=K,
         V=V,
         BLOCK_V=block_v,
-        C=CHUNK_LENGTH,
         STATE_EVERY=STATE_EVERY,
         STEP_SIZE=options.step_size,
         HAS_DECAY=log_decay is not None,
         HAS_DOCUMENTS=document_T is not None,
-        PRODUCT=product_dtype(k.dtype),
+        **shape_of(k, J),
         num_warps=plan.warps,
         num_stages=plan.stages,
     )

@@ -14,7 +14,7 @@ _why_not = slurm.missing()
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
     if _why_not:
-        pytest.skip(f"no SLURM: {_why_not}")
+        pytest.fail(f"no SLURM: {_why_not}; `make slurm` installs it")
     running = slurm.Cluster(tmp_path_factory.mktemp("slurm"))
     try:
         running.start()
@@ -47,10 +47,3 @@ def jobs(cluster, corpus, tmp_path_factory, request) -> dict[str, Job]:
 def job(jobs, request) -> Job:
     """The job of this test."""
     return jobs[request.node.originalname]
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter) -> None:
-    if _why_not:
-        terminalreporter.section("NO SLURM ON THIS MACHINE", red=True, bold=True)
-        terminalreporter.line(f"submitting, requeueing and watching were not tested: {_why_not}")

@@ -39,7 +39,8 @@ class Config(MixerConfig):
     """What context ranks exchange: a map of the state each (few bytes, whatever the length), or
     heads for tokens (then `heads` over TP must be divisible by parallel.context)."""
     kernel: Literal["chunk", "triton"] = "chunk"
-    """The op's form in training: torch's on any device, or Triton's, for bf16 on a GPU."""
+    """The op's form in training: torch's on any device, or Triton's, for bf16 on a GPU. The maps
+    that context ranks exchange, and decoding, are torch's."""
 
     context_parallel: ClassVar[bool] = True
 

@@ -13,7 +13,7 @@ from mixtron.kernels.path_attention import (
     documents,
 )
 from mixtron.megatron_ext.batch import Batch
-from mixtron.megatron_ext.context_parallel import gather_ranks
+from mixtron.megatron_ext.context_parallel import gather
 
 
 @dataclass
@@ -67,10 +67,10 @@ def attend_ranks_before(
     k_BGTK, v_BGTV = segment.k_BTGK.transpose(1, 2), v_BTGV.transpose(1, 2)
     after_BGRT = offset_NBGR = carry_NBGKK = None
     if segment.map_BGKK is not None:
-        carry_NBGKK = _carries(gather_ranks(segment.map_BGKK, ring.group), ring.group.rank())
+        carry_NBGKK = _carries(gather(segment.map_BGKK, ring.group), ring.group.rank())
     if segment.gate_after_BTH is not None and segment.gate_total_BH is not None:
         after_BGRT = segment.gate_after_BTH.transpose(1, 2).unflatten(1, (G, -1))
-        totals_NBH = gather_ranks(segment.gate_total_BH, ring.group)
+        totals_NBH = gather(segment.gate_total_BH, ring.group)
         offset_NBGR = _offsets(totals_NBH, ring.group.rank()).unflatten(2, (G, -1))
     return _RingAttention.apply(  # type: ignore[return-value]
         ring, q_BGRTK, until_BGRT, k_BGTK, v_BGTV, after_BGRT, carry_NBGKK, offset_NBGR
