@@ -99,6 +99,13 @@ def check_shape(config: RunConfig) -> None:
         raise ConfigError("parallel.sequence=true needs parallel.tensor above 1")
     for name in dict.fromkeys(model.layer_mixers):
         config.mixers[name].check(name, model.hidden_size, parallel.tensor, parallel.context)
+    check_device(config, "cuda")
+
+
+def check_device(config: RunConfig, device_type: str) -> None:
+    """What the mixers cannot run on; "cuda" where the device is not known yet."""
+    for name in dict.fromkeys(config.model.layer_mixers):
+        config.mixers[name].check_device(name, device_type, config.training.precision)
 
 
 def _nearest_multiples(value: int, unit: int) -> str:

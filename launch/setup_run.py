@@ -20,6 +20,7 @@ from mixtron.launch.checkpoint_identity import (
     refuse_changed_data,
     refuse_changes,
 )
+from mixtron.launch.checks import check_device
 from mixtron.launch.config import DataConfig, RunConfig, dump_config
 from mixtron.launch.data import AnyTraining, AnyValidation
 from mixtron.launch.lifetime import lock_run_folder
@@ -45,6 +46,7 @@ def prepare(
     """All ranks call it. Raises errors with an exit code for what a person must mend."""
     stop = stop or StopFlag()
     device = init_distributed()
+    check_device(config, device.type)
     check_ranks(device)
     stop.stop_if_agreed(device, "before the model was built")
     parallel, training = config.parallel, config.training

@@ -76,6 +76,10 @@ class MixerConfig(BaseModel):
                 "parallelism; use parallel.context=1"
             )
 
+    def check_device(self, name: str, device_type: str, precision: str) -> None:
+        """Raises ConfigError for a device ("cuda", "cpu") or a precision ("bf16", "fp32") that a
+        form chosen in the config cannot run on."""
+
 
 def require_divisible(name: str, field: str, value: int, tensor: int) -> None:
     """Refuses a head count that tensor parallelism cannot split evenly."""

@@ -12,6 +12,7 @@ from tests.contract.cases import (
     CP4,
     DENSE,
     FOUR,
+    MIXER_INDEPENDENT,
     MIXERS,
     PP2,
     PP2_VPP2,
@@ -24,10 +25,6 @@ from tests.contract.cases import (
 from tests.contract.checks import check_agrees
 
 PAIRS = [(mixer, layout) for mixer in MIXERS for layout in layouts_of(mixer)]
-
-
-MIXER_INDEPENDENT = ["softmax_attention", "kla"]
-"""What a mixer has no part in is checked with two of them: the whole suite must stay short."""
 
 
 def name(value) -> str:

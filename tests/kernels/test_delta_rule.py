@@ -319,7 +319,8 @@ def test_decode_continues_the_chunked_prefill(step_size, prefill):
         ({"cu_seqlens": torch.tensor([0, 4, 3, 5])}, r"cu_seqlens is \[0, 4, 3, 5\]"),
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, r"cu_seqlens is torch.float32"),
         ({"step_size": "kaczmars"}, r"step_size is 'kaczmars', expected one of kaczmarz, learned"),
-        ({"backend": "triton"}, r"backend is 'triton', expected one of chunk, reference"),
+        ({"backend": "cuda"}, r"backend is 'cuda', expected one of chunk, triton, reference"),
+        ({"backend": "triton"}, r"q_BTHK is torch.float32 on cpu: the triton form takes bf16 on"),
     ],
 )
 def test_bad_arguments_are_named(change, message):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mixtron.data_prep.tokenizer import train_tokenizer
-from mixtron.launch.checks import check
+from mixtron.launch.checks import check, check_device
 from mixtron.launch.config import load_config
 from mixtron.launch.estimate import parameters
 from mixtron.launch.validate import print_report
@@ -225,3 +225,13 @@ def test_command(folder, case):
 def test_it_imports_no_torch():
     program = "import mixtron.launch.validate, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(("device_type", "precision"), [("cpu", "bf16"), ("cuda", "fp32")])
+def test_triton_kernels_are_refused_where_they_cannot_run(device_type, precision):
+    config = load_config(Path(__file__).parents[2] / "configs/kla_400m.yaml")
+    check_device(config, "cuda")
+    training = config.training.model_copy(update={"precision": precision})
+    said = f"mixers.kla.kernel=triton runs on a GPU in bf16, not on {device_type} in {precision}"
+    with pytest.raises(ConfigError, match=said):
+        check_device(config.model_copy(update={"training": training}), device_type)

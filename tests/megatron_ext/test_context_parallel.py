@@ -92,7 +92,7 @@ def bytes_sent(tokens: int) -> tuple[int, list]:
     maps = delta_rule_segment_map(*mine[1:], step_size="kaczmarz")
     context_parallel.dist.all_gather_into_tensor = counted
     try:
-        state = context_parallel.StateExchange(*maps, torch.tensor(False), dist.group.WORLD).state()
+        state = context_parallel.state_before(*maps, torch.tensor(False), dist.group.WORLD)
     finally:
         context_parallel.dist.all_gather_into_tensor = plain
     return sum(sent), state.tolist()

@@ -11,7 +11,6 @@ from mixtron.megatron_ext.context_parallel import (
     sequence_to_heads,
     state_before,
 )
-from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.layers import (
     FusedColumnParallel,
     OutputProjection,
@@ -42,10 +41,6 @@ class Mixer(ShardedModule):
 
     def __init__(self, config, layer_number: int, mixer: Config, pg_collection, **_):
         super().__init__(config, pg_collection.tp)
-        if mixer.kernel == "triton" and not (torch.cuda.is_available() and config.bf16):
-            raise ConfigError(
-                "kernel=triton needs a GPU and training.precision=bf16; use kernel=chunk"
-            )
         self.mixer = mixer
         self.layer_number = layer_number
         self.cp_group = pg_collection.cp
