@@ -127,10 +127,19 @@ def gradient_kernel(
     chunk = bj * N * C + n * C
     head = (j // (J // H)) * K
     k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
+    q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
     read_C = tl.load(rows_4BJT + chunk + row_C)
     write_C = tl.load(rows_4BJT + plane + chunk + row_C)
     query_C = tl.load(rows_4BJT + 2 * plane + chunk + row_C)
     across = tl.load(across_BJN + bj * N + n)
+    r_C = tl.load(rows_4BJT + 3 * plane + chunk + row_C)
+    gate_C = (b * T + t_C) * J + j
+    eta_C = tl.load(eta_BTJ + gate_C, t_C < T, 1.0).to(tl.float32)
+    eta_C = tl.maximum(eta_C, 2.0**-40)
+    rescales_v: tl.constexpr = STEP_SIZE != "learned"
+    rv_C = tl.full([C], 1.0, tl.float32)
+    if rescales_v:
+        rv_C = tl.where(t_C < T, r_C, 1.0)
     dq_CK = tl.zeros([C, K], tl.float32)
     dk_CK = tl.zeros([C, K], tl.float32)
     dP_CC = tl.zeros([C, C], tl.float32)
@@ -145,6 +154,9 @@ def gradient_kernel(
         S_KV = tl.load(tile(states_BJNKV + value, stored, V, key_K, value_V)).to(PRODUCT)
         dS_KV = tl.load(tile(dstates_BJNKV + value, stored, V, key_K, value_V)).to(PRODUCT)
         value = j * V + value
+        do_CV = tl.load(tile(do_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
+        dR_CV = tl.load(tile(dv_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
+        U_CV = tl.load(tile(U_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
         for m in range(group * STATE_EVERY, n):
             S_KV = _state_after(
                 S_KV, k_BTHK + head, U_BTJV + value, rows_4BJT + plane, across_BJN,
@@ -159,9 +171,6 @@ def gradient_kernel(
                 H, J, K, V, C, PRODUCT,
             )  # fmt: skip
         carried += tl.sum(tl.sum(S_KV.to(tl.float32) * dS_KV.to(tl.float32), 1), 0)
-        do_CV = tl.load(tile(do_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
-        dR_CV = tl.load(tile(dv_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
-        U_CV = tl.load(tile(U_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
         do_CV, dR_CV, U_CV = do_CV.to(PRODUCT), dR_CV.to(PRODUCT), U_CV.to(PRODUCT)
         dP_CC = tl.dot(do_CV, tl.trans(U_CV), dP_CC)
         dM_CC = tl.dot(dR_CV, tl.trans(U_CV), dM_CC)
@@ -172,15 +181,6 @@ def gradient_kernel(
         kept_C += tl.sum(kept_CK * k_CK.to(tl.float32), 1)
         dk_CK += kept_CK - seen_CK
 
-    r_C = tl.load(rows_4BJT + 3 * plane + chunk + row_C)
-    gate_C = (b * T + t_C) * J + j
-    eta_C = tl.load(eta_BTJ + gate_C, t_C < T, 1.0).to(tl.float32)
-    eta_C = tl.maximum(eta_C, 2.0**-40)
-    rescales_v: tl.constexpr = STEP_SIZE != "learned"
-    rv_C = tl.full([C], 1.0, tl.float32)
-    if rescales_v:
-        rv_C = tl.where(t_C < T, r_C, 1.0)
-    q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
     dq_CK = dq_CK * query_C[:, None]
     dG_C = tl.sum(dq_CK * q_CK.to(tl.float32), 1) - seen_C - kept_C
     step_C = tl.sum(tl.where(row_C[:, None] == row_C[None, :], dM_CC, 0.0), 1)
@@ -188,9 +188,11 @@ def gradient_kernel(
     # Within the chunk: A_ij = eta_i D_ij <k~_i, k~_j> below the diagonal, P_ij = D_ij <q^_i, k~_j>.
     upto_CC = row_C[:, None] >= row_C[None, :]
     if HAS_DOCUMENTS:
+        document_T += b * T
         document_C = tl.load(document_T + t_C, t_C < T, -1)
-        opens_C = (t_C > 0) & (
-            document_C != tl.load(document_T + t_C - 1, (t_C > 0) & (t_C < T), -1)
+        follows_C = t_C + b > 0
+        opens_C = follows_C & (
+            document_C != tl.load(document_T + t_C - 1, follows_C & (t_C < T), -1)
         )
         upto_CC = upto_CC & (document_C[:, None] == document_C[None, :])
     decay_CC = tl.where(upto_CC, 1.0, 0.0)

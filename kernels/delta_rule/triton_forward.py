@@ -55,8 +55,9 @@ def prepare_kernel(
     reached_C = inside_C
     ends_C = inside_C
     if HAS_DOCUMENTS:
+        document_T += b * T
         document_C = tl.load(document_T + t_C, mask=inside_C, other=-1)
-        before_C = tl.load(document_T + t_C - 1, mask=inside_C & (t_C > 0), other=0)
+        before_C = tl.load(document_T + t_C - 1, mask=inside_C & (t_C + b > 0), other=0)
         upto_CC = upto_CC & (document_C[:, None] == document_C[None, :])
         reached_C = reached_C & (document_C == tl.load(document_T + tl.maximum(n * C - 1, 0)))
         ends_C = ends_C & (document_C == tl.load(document_T + n * C + last))
@@ -66,7 +67,7 @@ def prepare_kernel(
         # Beyond that nothing is left, and larger sums would cost the others their precision.
         g_C = tl.maximum(g_C, -64.0)
         if HAS_DOCUMENTS:
-            g_C = tl.where((document_C != before_C) & (t_C > 0), 0.0, g_C)
+            g_C = tl.where((document_C != before_C) & (t_C + b > 0), 0.0, g_C)
         G_C = tl.sum(tl.where(upto_CC, g_C[None, :], 0.0), 1)
     G_last = tl.sum(tl.where(row_C == last, G_C, 0.0), 0)
     from_start_C = tl.where(reached_C, tl.exp(G_C), 0.0)

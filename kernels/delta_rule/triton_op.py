@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -46,7 +47,7 @@ def launch_plan() -> Plan:
         prepare_warps=4,
         scan=Launch(block_v=64, warps=4, stages=1),
         reverse=Launch(block_v=64, warps=4, stages=3),
-        gradient=Launch(block_v=128, warps=8, stages=1),
+        gradient=Launch(block_v=64, warps=8, stages=1),
     )
 
 
@@ -62,6 +63,7 @@ def delta_rule_triton(
     scale: float | None = None,
     initial_state_BJKV: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    rows: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results of `delta_rule`, for bf16 on a GPU; K and V of 64 or 128.
 
@@ -72,9 +74,16 @@ def delta_rule_triton(
     if scale is None:
         scale = 1 / math.sqrt(q_BTHK.shape[-1])
     options = Options(step_size, eps, scale)
-    return _DeltaRule.apply(  # type: ignore[return-value]
-        q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ, initial_state_BJKV, cu_seqlens, options
-    )
+    inputs = [q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ]
+    initial = initial_state_BJKV
+    if rows > 1:
+        # Nothing passes from row to row: one program each instead of one for all.
+        inputs = [None if x is None else x[0].unflatten(0, (rows, -1)) for x in inputs]
+        initial = None if initial is None else F.pad(initial, (0,) * 7 + (rows - 1,))
+    o_BTJV, state_BJKV = _DeltaRule.apply(*inputs, initial, cu_seqlens, options)  # type: ignore[misc]
+    if rows > 1:
+        o_BTJV, state_BJKV = o_BTJV.flatten(0, 1)[None], state_BJKV[-1:]
+    return o_BTJV, state_BJKV
 
 
 def _check(q_BTHK: Tensor, v_BTJV: Tensor) -> None:
@@ -103,7 +112,9 @@ class _DeltaRule(torch.autograd.Function):
         log_decay = None if log_decay is None else log_decay.contiguous()
         document_T = None
         if cu_seqlens is not None:
-            document_T = document_starts(cu_seqlens, q.shape[1]).cumsum(0, dtype=torch.int32)
+            document_T = document_starts(cu_seqlens, q.shape[0] * q.shape[1]).cumsum(
+                0, dtype=torch.int32
+            )
         prepared = prepare(q, k, log_decay, eta, document_T, options)
         training = any(ctx.needs_input_grad)
         o, final, U, states = scan(q, k, v, prepared, initial, training)

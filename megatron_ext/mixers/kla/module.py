@@ -101,6 +101,7 @@ class Mixer(ShardedModule):
             *writes,
             **options,
             initial_state_BJKV=state_BJKV,
+            rows=batch.rows,
             backend=self.mixer.kernel,
         )
         if batch.cache is not None:
