@@ -70,6 +70,27 @@ def exchange_tokens(
     return TokenExchange(torch.cat(tokens), sent, counts[rank], row_S, group)
 
 
+def exchange_segments(
+    of_rank: list[list[int]], tokens: int, group: dist.ProcessGroup, device: torch.device
+) -> TokenExchange:
+    """Plans it for whole segments of the stream, which ranks hold in order. Nothing waits.
+
+    Args:
+        of_rank: the segments that each rank gets, ascending; as many as it holds.
+        tokens: in a segment.
+    """
+    size, rank, held = group.size(), group.rank(), len(of_rank[0])
+    owner = {segment: r for r, segments in enumerate(of_rank) for segment in segments}
+    mine = sorted(range(held * rank, held * (rank + 1)), key=owner.__getitem__)
+    starts_R = torch.tensor([(s - held * rank) * tokens for s in mine], device=device)
+    token_R = (starts_R[:, None] + torch.arange(tokens, device=device)).flatten()
+    sent = [tokens * sum(owner[s] == r for s in mine) for r in range(size)]
+    received = [tokens * sum(s // held == r for s in of_rank[rank]) for r in range(size)]
+    # They arrive by rank, so by segment.
+    row_S = torch.arange(held * tokens, device=device)
+    return TokenExchange(token_R, sent, received, row_S, group)
+
+
 def slot_pieces(slots: int, ranks: int, before: int, after: int) -> list[range]:
     """Each rank's even share of the slots, widened by a halo inside the stream."""
     share = slots // ranks
