@@ -47,21 +47,22 @@ class TokenExchange:
 
 
 def exchange_tokens(
-    order_T: Tensor, pieces: list[range], group: dist.ProcessGroup
+    order_T: Tensor, order_on_host_T: Tensor, pieces: list[range], group: dist.ProcessGroup
 ) -> TokenExchange:
     """Plans it. Every rank knows the whole order, so only the tokens themselves are sent.
 
     Args:
         order_T: [T] int64, the token at each slot.
+        order_on_host_T: the same in the host's memory, where the rows to each rank are counted:
+            they are sizes of tensors, and reading them from the device would wait for it.
         pieces: the slots that each context rank needs; they may overlap.
-    The counts are read from the device, which waits for it: their sizes are tensors' shapes.
     """
     size, rank = group.size(), group.rank()
     share = len(order_T) // size
-    rank_D = torch.arange(size, device=order_T.device)
-    sources = [order_T[piece.start : piece.stop] // share for piece in pieces]
-    counts = torch.stack([(source[:, None] == rank_D).sum(0) for source in sources]).tolist()
+    on_host = [order_on_host_T[piece.start : piece.stop] // share for piece in pieces]
+    counts = [source.bincount(minlength=size).tolist() for source in on_host]
     sent = [counts[destination][rank] for destination in range(size)]
+    sources = [order_T[piece.start : piece.stop] // share for piece in pieces]
     tokens = []
     for piece, source, count in zip(pieces, sources, sent, strict=True):
         mine_first = (source != rank).int().argsort(stable=True)[:count]

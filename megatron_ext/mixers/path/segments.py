@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.mixers.path.config import own_segments, segments_back
 from mixtron.megatron_ext.token_exchange import TokenExchange, exchange_segments
 
 
@@ -58,27 +59,14 @@ class Segments:
 
 
 def segments_of(batch: Batch, group: dist.ProcessGroup) -> Segments:
-    """Two half shards for each rank, r and 2 cp - 1 - r, so that the early one of few keys goes
-    with a late one of many. Where no document goes further back than one shard all ranks but the
-    first have equal work, and tokens are attended for where they lie; so too where a shard has no
-    two equal halves.
-    """
-    ranks, share = batch.context_size, batch.position_ids.shape[0]
-    split = _segments_back(batch.max_seqlen, share) > 1 and share % 2 == 0
-    of_rank = (
-        [[r, 2 * ranks - 1 - r] for r in range(ranks)] if split else [[r] for r in range(ranks)]
-    )
-    tokens = share // len(of_rank[0])
-    exchange = None
-    if split:
+    share = batch.position_ids.shape[0]
+    of_rank = own_segments(share, batch.context_size, batch.max_seqlen)
+    held, exchange = len(of_rank[0]), None
+    tokens = share // held
+    if held > 1:
         exchange = batch.once(
             "balanced segments",
             lambda: exchange_segments(of_rank, tokens, group, batch.cu_seqlens.device),
         )
-    reach = _segments_back(batch.max_seqlen, tokens)
+    reach = segments_back(batch.max_seqlen, tokens)
     return Segments(of_rank, tokens, reach, batch.cu_seqlens, group, exchange)
-
-
-def _segments_back(longest: int, tokens: int) -> int:
-    # Segment s's first token and the last of segment s - n are (n - 1) tokens + 1 apart.
-    return (longest - 2) // tokens + 1 if longest > 1 else 0
