@@ -138,7 +138,7 @@ def convert(
     if to is not None:
         if optimizer:
             raise CheckpointError("--optimizer: with --to the optimizer starts afresh")
-        _convert_mixers(source, target, forget_gate=forget_gate)
+        convert_mixers(source, target, forget_gate=forget_gate)
         torch.distributed.destroy_process_group()
         return
     if forget_gate:
@@ -155,7 +155,7 @@ def convert(
     console.print(f"{target}: written", markup=False)
 
 
-def _convert_mixers(source: Path, target: Path, *, forget_gate: bool) -> None:
+def convert_mixers(source: Path, target: Path, *, forget_gate: bool) -> None:
     from mixtron.launch.conversion import softmax_run_to_path
     from mixtron.megatron_ext.parallel import init_distributed, init_model_parallel
 
