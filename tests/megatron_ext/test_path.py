@@ -1,5 +1,6 @@
 """PaTH over four context ranks, and a softmax layer's conversion."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -90,9 +91,13 @@ def test_context_ranks_share_the_causal_work_equally(case):
 TALL = 512
 
 
-def kept_by_layer(mixer: PathConfig, lengths: list[int]) -> int:
-    """Bytes that a context rank's forward of one layer leaves for backward, but for the input."""
+def kept_by_layer(mixer: PathConfig, lengths: list[int], expected: float = math.inf) -> int:
+    """Bytes that a context rank's forward of one layer leaves for backward, but for the input.
+
+    Gloo's threads let go of what they sent when they get to it: waits for that, if it is needed.
+    """
     import gc
+    import time
 
     import torch.distributed as dist
 
@@ -105,7 +110,10 @@ def kept_by_layer(mixer: PathConfig, lengths: list[int]) -> int:
     hidden = torch.randn(sum(lengths) // size, 1, WIDTH, requires_grad=True)
     with Allocations() as allocated:
         output = layer(hidden, packed_seq_params=batch)
+        deadline = time.monotonic() + 20
         gc.collect()
+        while allocated.now - output[0].nbytes > expected and time.monotonic() < deadline:
+            time.sleep(0.1)
     return allocated.now - output[0].nbytes
 
 
@@ -117,9 +125,10 @@ def test_context_ranks_keep_what_is_predicted(exchange, lengths, forget_gate):
     mixer, ranks = PathConfig(**SHAPE, w_rank=4, forget_gate=forget_gate), 2
     mixer = mixer.model_copy(update={"context_exchange": exchange})
     [alone] = run_on_ranks(1, kept_by_layer, mixer, lengths)
-    kept = max(run_on_ranks(ranks, kept_by_layer, mixer, lengths))
-    predicted = mixer.context_bytes_kept(TALL // ranks, 1, ranks, 4, max(lengths))
-    assert alone / ranks + predicted == pytest.approx(kept, rel=0.05)
+    beyond = mixer.context_bytes_kept(TALL // ranks, 1, ranks, 4, max(lengths))
+    predicted = alone / ranks + beyond
+    kept = max(run_on_ranks(ranks, kept_by_layer, mixer, lengths, 1.05 * predicted))
+    assert kept == pytest.approx(predicted, rel=0.05)
 
 
 def outputs(target: PathConfig, source: SoftmaxConfig) -> list[torch.Tensor]:
