@@ -53,8 +53,7 @@ class PathFamilyConfig(MixerConfig):
     context_exchange: Literal["keys", "ring", "heads"] = "keys"
     """What context ranks exchange. keys: every rank's keys, values and composed maps, gathered;
     ring: the same, passed on from rank to rank, of which nothing is kept for backward; heads: heads
-    for tokens, which balances the causal work (`kv_heads` over TP divisible by
-    parallel.context)."""
+    for tokens (`kv_heads` over TP divisible by parallel.context). All have equal work."""
 
     context_parallel: ClassVar[bool] = True
 

@@ -36,9 +36,10 @@ class Mixer(ShardedModule):
 
     TP: heads. W_1 is part of the input projection: each rank holds some of its rows, and their few
     outputs are gathered. SP: gathered by the input projection, scattered by the output one. CP:
-    every rank carries its keys to the end of its tokens and composes its maps; these and the values
-    are gathered, or travel a ring, and a rank carries on those of the ranks before it; or heads are
-    exchanged for tokens around the op (`context_exchange`). Initialisation: matrices N(0, std),
+    tokens travel to where the work on them makes all ranks' equal (`segments.py`); each segment's
+    keys are carried to its end and its maps composed; these and the values are gathered, or travel
+    a ring, and are carried on to the segments after; or heads are exchanged for tokens around the
+    op (`context_exchange`). Initialisation: matrices N(0, std),
     convolution U(-1/sqrt 3, 1/sqrt 3), biases 0 (beta starts near 1, f near 1/2), norms 1. b and
     b_f are fp32 whatever the model's dtype.
     """

@@ -89,9 +89,15 @@ def attend_segments_before(
         offset_NSH = torch.stack([_offsets(totals_SH, segment) for segment in segments.own])
         offset_NSGR = offset_NSH.unflatten(2, (G, -1))
     return _RingAttention.apply(  # type: ignore[return-value]
-        ring, q_NGRTK, until_NGRT, k_NGTK, v_NTGV.transpose(1, 2), after_NGRT,
-        carry_NSGKK, offset_NSGR,
-    )  # fmt: skip
+        ring,
+        q_NGRTK,
+        until_NGRT,
+        k_NGTK,
+        v_NTGV.transpose(1, 2),
+        after_NGRT,
+        carry_NSGKK,
+        offset_NSGR,
+    )
 
 
 def _in_order(own: list[Tensor | None], segments: Segments) -> Tensor:
