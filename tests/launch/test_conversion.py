@@ -8,7 +8,7 @@ import torch
 from mixtron.launch.checkpoint_files import CheckpointError
 from mixtron.launch.checkpoint_tensors import StoredTensors
 from mixtron.launch.config import load_config
-from tests.helpers.jobs import small_config, write_config
+from tests.helpers.jobs import rows, small_config, write_config
 from tests.helpers.ranks import run_on_ranks
 from tests.launch.short_runs import ONE_RANK, run_ranks
 
@@ -26,6 +26,11 @@ def convert_refused(source: Path, target: Path) -> str:
     with pytest.raises(CheckpointError) as refused:
         convert(source, target, forget_gate=False)
     return str(refused.value)
+
+
+def held_out(run_dir: Path) -> float:
+    """The last validation loss."""
+    return [row["validation/speeches"] for row in rows(run_dir) if "validation/speeches" in row][-1]
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +64,11 @@ def test_a_softmax_run_becomes_a_path_run_that_trains_on(trained, tmp_path, forg
     assert float(2 * bias.sigmoid().max()) < 0.005
     assert not new.tensor("decoder.layers.1.self_attention.in_proj.weight.beta").any()
 
-    overrides = [*PLAIN, *ONE_RANK, "optimizer.lr=1e-3", "checkpoint.save_every_steps=100"]
-    allowed = ["optimizer.lr", "checkpoint.save_every_steps", "parallel.tensor"]
-    overrides.append(f"checkpoint.allow_changes=[{', '.join(allowed)}]")
-    [outcome] = run_ranks(1, tmp_path / "path/config.yaml", overrides)
+    [outcome] = run_ranks(1, tmp_path / "path/config.yaml", [*PLAIN, *ONE_RANK])
     assert outcome.code == 0, outcome.error
     # Where the softmax run had come to, without its positions, and lower from there.
     assert outcome.losses[0] < (before[0] + before[-1]) / 2
-    assert sum(outcome.losses[-3:]) < sum(outcome.losses[:3])
+    assert held_out(tmp_path / "path") < held_out(source)
 
 
 def test_a_run_without_softmax_attention_is_refused(trained, tmp_path):
