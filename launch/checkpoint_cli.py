@@ -1,7 +1,7 @@
 """`mixtron ckpt`: look at checkpoints, check, compare and convert them."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -107,20 +107,42 @@ def _some(lines: list[str], separator: str) -> str:
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="A step_* folder, or a .safetensors file.")],
+    source: Annotated[
+        Path, typer.Argument(help="A step_* folder, or a .safetensors file; a run with --to.")
+    ],
     target: Annotated[
-        Path, typer.Argument(help="The .safetensors file, or the folder of checkpoints to add to.")
+        Path,
+        typer.Argument(
+            help="The .safetensors file, or the folder of checkpoints to add to; a new run with "
+            "--to."
+        ),
     ],
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="Take the optimizer's state along.")
     ] = False,
+    to: Annotated[
+        Literal["path"] | None,
+        typer.Option(help="Make a run of it whose softmax attention has become this mixer."),
+    ] = None,
+    forget_gate: Annotated[
+        bool, typer.Option("--forget-gate", help="With --to path: PaTH-FoX.")
+    ] = False,
 ) -> None:
-    """Put a sharded checkpoint into one safetensors file, or make one of such a file."""
+    """Put a sharded checkpoint into one safetensors file, or make one of such a file; or, with --to
+    path, turn softmax attention into PaTH, which `mixtron train TARGET/config.yaml` trains on."""
     from mixtron.launch.train import quiet_libraries
 
     quiet_libraries()
     import torch
 
+    if to is not None:
+        if optimizer:
+            raise CheckpointError("--optimizer: with --to the optimizer starts afresh")
+        convert_mixers(source, target, forget_gate=forget_gate)
+        torch.distributed.destroy_process_group()
+        return
+    if forget_gate:
+        raise CheckpointError("--forget-gate: goes with --to path")
     from mixtron.launch.checkpoint_tools import from_safetensors, to_safetensors
 
     if source.suffix == ".safetensors":
@@ -131,6 +153,15 @@ def convert(
         raise CheckpointError(f"{target}: the target of a checkpoint is a .safetensors file")
     to_safetensors(source, target, _progress("convert"), optimizer=optimizer)
     console.print(f"{target}: written", markup=False)
+
+
+def convert_mixers(source: Path, target: Path, *, forget_gate: bool) -> None:
+    from mixtron.launch.conversion import softmax_run_to_path
+    from mixtron.megatron_ext.parallel import init_distributed, init_model_parallel
+
+    ranks = init_model_parallel(seed=0, device=init_distributed())
+    layers = softmax_run_to_path(source, target, ranks, forget_gate=forget_gate)
+    console.print(f"{target}: written, {layers} layers converted", markup=False)
 
 
 def _progress(what: str):

@@ -117,6 +117,13 @@ def _norm_bytes(config: RunConfig) -> float:
     return (1 if config.model.norm == "none" else 2) * _residual_bytes(config)
 
 
+def _context_shape(config: RunConfig) -> tuple[int, int, int, int, int]:
+    """The arguments of a mixer's methods that are about context ranks."""
+    parallel, tokens = config.parallel, micro_batch_tokens(config)
+    length = config.data.sequence_length
+    return tokens, parallel.tensor, parallel.context, element_bytes(config), length
+
+
 def _layer_bytes(config: RunConfig, name: str) -> float:
     """What autograd keeps of one layer, a token."""
     model, element = config.model, element_bytes(config)
@@ -125,11 +132,10 @@ def _layer_bytes(config: RunConfig, name: str) -> float:
     if model.dropout > 0:
         kept += 2 * residual / element * MASK_BYTES
     mixer = config.mixers[name]
-    return (
-        kept
-        + _mlp_bytes(config)
-        + mixer.activation_bytes_per_token(model.hidden_size, tensor, element)
-    )
+    kept += mixer.activation_bytes_per_token(model.hidden_size, tensor, element)
+    if config.parallel.context > 1:
+        kept += mixer.context_bytes_kept(*_context_shape(config)) / micro_batch_tokens(config)
+    return kept + _mlp_bytes(config)
 
 
 def _mlp_bytes(config: RunConfig) -> float:
@@ -147,7 +153,10 @@ def _layer_backward(config: RunConfig, stage: int) -> float:
     gone = tokens * (_mlp_bytes(config) + _residual_bytes(config))
     needs = []
     for name in dict.fromkeys(layers_of_stage(config, stage)):
-        working = config.mixers[name].working_bytes(model.hidden_size, tokens, tensor, element)
+        mixer = config.mixers[name]
+        working = mixer.working_bytes(model.hidden_size, tokens, tensor, element)
+        if config.parallel.context > 1:
+            working += mixer.context_bytes_needed(*_context_shape(config))
         need = max(mlp, working - gone)
         if config.training.recompute == "full":
             need += tokens * _layer_bytes(config, name)

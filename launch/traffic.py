@@ -69,7 +69,11 @@ def _context(config: RunConfig, stage: int) -> float:
     passes = 3 if config.training.recompute == "full" else 2
     return passes * sum(
         config.mixers[name].context_bytes_sent(
-            micro_batch_tokens(config), parallel.tensor, parallel.context, element_bytes(config)
+            micro_batch_tokens(config),
+            parallel.tensor,
+            parallel.context,
+            element_bytes(config),
+            config.data.sequence_length,
         )
         for name in layers_of_stage(config, stage)
     )

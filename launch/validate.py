@@ -89,9 +89,11 @@ def _layout(config: RunConfig, world_size: int) -> Rows:
 
 def _parameters(config: RunConfig) -> Rows:
     model, parts = config.model, parameters(config)
-    rows = [(part, f"{count:,}") for part, count in parts.items()]
+    total = sum(parts.values())
+    width = len(f"{total:,}")
+    rows = [(p, f"{count:>{width},}  {100 * count / total:.2g} %") for p, count in parts.items()]
     vocabulary = f"{model.vocab_size:,} of {model.padded_vocab_size:,} rows are in use"
-    return [*rows, ("total", f"{sum(parts.values()):,}"), ("vocabulary", vocabulary)]
+    return [*rows, ("total", f"{total:,}"), ("vocabulary", vocabulary)]
 
 
 def _flops(config: RunConfig) -> Rows:

@@ -47,27 +47,49 @@ class TokenExchange:
 
 
 def exchange_tokens(
-    order_T: Tensor, pieces: list[range], group: dist.ProcessGroup
+    order_T: Tensor, order_on_host_T: Tensor, pieces: list[range], group: dist.ProcessGroup
 ) -> TokenExchange:
     """Plans it. Every rank knows the whole order, so only the tokens themselves are sent.
 
     Args:
         order_T: [T] int64, the token at each slot.
+        order_on_host_T: the same in the host's memory, where the rows to each rank are counted:
+            they are sizes of tensors, and reading them from the device would wait for it.
         pieces: the slots that each context rank needs; they may overlap.
-    The counts are read from the device, which waits for it: their sizes are tensors' shapes.
     """
     size, rank = group.size(), group.rank()
     share = len(order_T) // size
-    rank_D = torch.arange(size, device=order_T.device)
-    sources = [order_T[piece.start : piece.stop] // share for piece in pieces]
-    counts = torch.stack([(source[:, None] == rank_D).sum(0) for source in sources]).tolist()
+    on_host = [order_on_host_T[piece.start : piece.stop] // share for piece in pieces]
+    counts = [source.bincount(minlength=size).tolist() for source in on_host]
     sent = [counts[destination][rank] for destination in range(size)]
+    sources = [order_T[piece.start : piece.stop] // share for piece in pieces]
     tokens = []
     for piece, source, count in zip(pieces, sources, sent, strict=True):
         mine_first = (source != rank).int().argsort(stable=True)[:count]
         tokens.append(order_T[piece.start : piece.stop][mine_first] - rank * share)
     row_S = sources[rank].argsort(stable=True).argsort()
     return TokenExchange(torch.cat(tokens), sent, counts[rank], row_S, group)
+
+
+def exchange_segments(
+    of_rank: list[list[int]], tokens: int, group: dist.ProcessGroup, device: torch.device
+) -> TokenExchange:
+    """Plans it for whole segments of the stream, which ranks hold in order. Nothing waits.
+
+    Args:
+        of_rank: the segments that each rank gets, ascending; as many as it holds.
+        tokens: in a segment.
+    """
+    size, rank, held = group.size(), group.rank(), len(of_rank[0])
+    owner = {segment: r for r, segments in enumerate(of_rank) for segment in segments}
+    mine = sorted(range(held * rank, held * (rank + 1)), key=owner.__getitem__)
+    starts_R = torch.tensor([(s - held * rank) * tokens for s in mine], device=device)
+    token_R = (starts_R[:, None] + torch.arange(tokens, device=device)).flatten()
+    sent = [tokens * sum(owner[s] == r for s in mine) for r in range(size)]
+    received = [tokens * sum(s // held == r for s in of_rank[rank]) for r in range(size)]
+    # They arrive by rank, so by segment.
+    row_S = torch.arange(held * tokens, device=device)
+    return TokenExchange(token_R, sent, received, row_S, group)
 
 
 def slot_pieces(slots: int, ranks: int, before: int, after: int) -> list[range]:

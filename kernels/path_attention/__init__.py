@@ -14,7 +14,7 @@ from mixtron.kernels.path_attention.segment import (
     PastKeys,
     Segment,
     documents,
-    past_with,
+    past_of,
     path_segment,
 )
 
@@ -25,8 +25,8 @@ __all__ = [
     "attend_past",
     "attend_past_backward",
     "documents",
+    "past_of",
     "past_queries",
-    "past_with",
     "path_attention",
     "path_attention_reference",
     "path_attention_step",

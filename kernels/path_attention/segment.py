@@ -73,22 +73,32 @@ class PastKeys:
     """[B, P, H] sums of the log gates behind each key, fp32 or fp64; None without a gate."""
 
 
-def past_with(past: PastKeys | None, segment: Segment, v_BTGV: Tensor) -> PastKeys:
-    """What stands before the token after a segment: the past carried through it, and its keys."""
-    if past is None:
-        return PastKeys(segment.k_BTGK, v_BTGV, segment.gate_after_BTH)
-    k_BPGK, gate_BPH = past.k_BPGK, past.gate_after_BPH
-    if segment.map_BGKK is not None:
-        k_BPGK = (k_BPGK.transpose(1, 2) @ segment.map_BGKK.mT).transpose(1, 2)
-    if gate_BPH is not None:
-        assert segment.gate_total_BH is not None
-        assert segment.gate_after_BTH is not None
-        gate_BPH = torch.cat([gate_BPH + segment.gate_total_BH[:, None], segment.gate_after_BTH], 1)
-    return PastKeys(
-        torch.cat([k_BPGK, segment.k_BTGK], dim=1),
-        torch.cat([past.v_BPGV, v_BTGV], dim=1),
-        gate_BPH,
-    )
+def past_of(segments: list[Segment], values: list[Tensor]) -> PastKeys:
+    """What stands before the token after these segments, which follow one another.
+
+    The maps behind a segment are composed first, so each of its keys is carried once.
+
+    Args:
+        values: [B, T, G, V] of each segment.
+    """
+    keys, gates = [], []
+    carry_BGKK = total_BH = None
+    for segment in reversed(segments):
+        k_BTGK, gate_BTH = segment.k_BTGK, segment.gate_after_BTH
+        if carry_BGKK is not None:
+            k_BTGK = (k_BTGK.transpose(1, 2) @ carry_BGKK.mT).transpose(1, 2)
+        if gate_BTH is not None and total_BH is not None:
+            gate_BTH = gate_BTH + total_BH[:, None]
+        keys.insert(0, k_BTGK)
+        gates.insert(0, gate_BTH)
+        carry_BGKK = _before(carry_BGKK, segment.map_BGKK, torch.matmul)
+        total_BH = _before(total_BH, segment.gate_total_BH, torch.add)
+    gate_after_BPH = None if gates[0] is None else torch.cat(gates, dim=1)
+    return PastKeys(torch.cat(keys, dim=1), torch.cat(values, dim=1), gate_after_BPH)
+
+
+def _before(behind: Tensor | None, own: Tensor | None, join) -> Tensor | None:
+    return own if behind is None or own is None else join(behind, own)
 
 
 def _segment(k_BTGK, w_BTGK, beta_BTG, log_forget_BTH, cu_seqlens, C):

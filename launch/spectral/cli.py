@@ -32,7 +32,7 @@ def measure(
     model: ModelPath,
     output: Output = None,
     text: Annotated[
-        Path | None, typer.Option(help="Measure on this text too: S, D and L of its tokens (runs).")
+        Path | None, typer.Option(help="Measure on this text too: S, D and L of its tokens.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="How many of its tokens.")] = 256,
 ) -> None:

@@ -50,21 +50,31 @@ class Tensors:
             return opened.get_tensor(name)
 
 
+def read_config(folder: Path) -> dict:
+    """A folder's config.json.
+
+    Raises:
+        SpectralError: not JSON, or of a family that is not known.
+    """
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise SpectralError(f"{file}: not JSON: {error}") from None
+    family = config.get("model_type", "")
+    if family not in READERS:
+        raise SpectralError(f"{file}: model_type {family!r}; known: {', '.join(READERS)}")
+    return config
+
+
 def open_huggingface(folder: Path) -> Model:
     """GPT-2, BERT, GPT-NeoX (Pythia), and Llama-style models (Llama, Mistral, Qwen).
 
     Raises:
         SpectralError: another family, or tensors that are not there.
     """
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise SpectralError(f"{folder / 'config.json'}: not JSON: {error}") from None
-    family, tensors = config.get("model_type", ""), Tensors(folder)
-    if family not in READERS:
-        raise SpectralError(
-            f"{folder / 'config.json'}: model_type {family!r}; known: {', '.join(READERS)}"
-        )
+    config = read_config(folder)
+    family, tensors = config["model_type"], Tensors(folder)
     try:
         layers = int(config.get("num_hidden_layers") or config["n_layer"])
         reader = READERS[family](tensors, config)

@@ -61,12 +61,31 @@ class MixerConfig(BaseModel):
         """
         raise NotImplementedError
 
-    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+    def context_bytes_sent(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
         """Bytes one rank sends to other context ranks in a forward with `tokens` of its own.
 
         Backward sends as many: each exchange's transpose moves the same data back.
+
+        Args:
+            longest: tokens of the longest document.
         """
         raise NotImplementedError
+
+    def context_bytes_kept(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
+        """Bytes one of several context ranks keeps for backward beyond what
+        `activation_bytes_per_token` says. Arguments of `context_bytes_sent`."""
+        return 0.0
+
+    def context_bytes_needed(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
+        """Bytes one of several context ranks needs in passing in backward beyond what
+        `working_bytes` says. Arguments of `context_bytes_sent`."""
+        return 0.0
 
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
         """Raises ConfigError for what this mixer cannot do, naming the key and the value."""

@@ -10,8 +10,8 @@ from mixtron.kernels.path_attention import (
     PastKeys,
     attend_past,
     documents,
+    past_of,
     past_queries,
-    past_with,
     path_attention,
     path_attention_step,
     path_attention_with_lse,
@@ -164,12 +164,13 @@ def test_past_continues_any_cut_of_a_sequence(form):
 
     def in_segments(inputs):
         parts = {n: x.split(cuts, dim=1) for n, x in inputs.items()}
-        outputs, past = [], None
+        outputs, segments = [], []
         for i in range(len(cuts)):
             x = {n: p[i] for n, p in parts.items()}
             gates = [x.get(name) for name in ("w", "beta", "log_forget")]
+            past = past_of(segments, list(parts["v"][:i])) if segments else None
             outputs.append(path_attention(x["q"], x["k"], x["v"], *gates, past=past))
-            past = past_with(past, path_segment(x["k"], *gates), x["v"])
+            segments.append(path_segment(x["k"], *gates))
         return torch.cat(outputs, dim=1)
 
     inputs = make_inputs(sum(cuts), form)

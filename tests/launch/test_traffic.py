@@ -33,6 +33,12 @@ CASES = [
     for mixer, config in mixer_configs().items()
     for name, layout in (LAYOUTS | (CONTEXT_LAYOUTS if config.context_parallel else {})).items()
 ]
+SPLIT = ["parallel={context: 2}", "training.micro_batch_sequences=1"]
+"""A document over both ranks, so that mixers may share the work on it out anew."""
+CASES += [
+    pytest.param("path", 2, [*SPLIT, "mixers.path.context_exchange=ring"], id="path-shared out"),
+    pytest.param("fox", 2, SPLIT, id="fox-shared out"),
+]
 
 
 @pytest.mark.parametrize(("mixer", "world_size", "overrides"), CASES)

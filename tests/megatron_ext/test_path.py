@@ -1,5 +1,6 @@
 """PaTH over four context ranks, and a softmax layer's conversion."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from mixtron.launch.config import RunConfig
 from mixtron.megatron_ext.config import ParallelConfig
 from mixtron.megatron_ext.errors import ConfigError
+from mixtron.megatron_ext.mixers.base import MixerConfig
 from mixtron.megatron_ext.mixers.path.config import Config as PathConfig
 from mixtron.megatron_ext.mixers.path.convert import softmax_to_path
 from mixtron.megatron_ext.mixers.softmax_attention.config import Config as SoftmaxConfig
@@ -46,9 +48,8 @@ def test_a_ring_equals_one_rank(mixer, layout, documents):
     check_agrees(RingCase(mixer, documents=documents), layout)
 
 
-def outputs(target: PathConfig, source: SoftmaxConfig) -> list[torch.Tensor]:
-    """Of a softmax layer, and of the PaTH layer that takes its weights."""
-    from mixtron.megatron_ext.batch import make_batch
+def build_layer(mixer: MixerConfig, context: int = 1):
+    """A layer's mixer alone, its weights drawn, and the device."""
     from mixtron.megatron_ext.config import ModelConfig
     from mixtron.megatron_ext.mixers import mixer_module
     from mixtron.megatron_ext.model import transformer_config
@@ -56,16 +57,86 @@ def outputs(target: PathConfig, source: SoftmaxConfig) -> list[torch.Tensor]:
     from mixtron.megatron_ext.parameters import initialise
 
     device = init_distributed()
-    ranks = init_model_parallel(seed=1, device=device)
+    ranks = init_model_parallel(context=context, seed=1, device=device)
     model = ModelConfig(
         layers=1, hidden_size=WIDTH, ffn_hidden_size=8, vocab_size=8, pattern=["m"], init_std=0.2
     )
-    config = transformer_config(model, ParallelConfig(), bf16=False, recompute=False)
-    layers = []
-    for mixer in (source, target):
-        layer = mixer_module(mixer.type)(config, 1, mixer=mixer, pg_collection=ranks.groups)
-        initialise(layer.named_parameters(), 1, 0, 1)
-        layers.append(layer)
+    parallel = ParallelConfig(context=context)
+    config = transformer_config(model, parallel, bf16=False, recompute=False)
+    layer = mixer_module(mixer.type)(config, 1, mixer=mixer, pg_collection=ranks.groups)
+    initialise(layer.named_parameters(), 1, 0, 1)
+    return layer, device
+
+
+def work_of_rank(case: Case, layout: Layout) -> int:
+    """FLOPs of all matrix products in a step's forwards and backwards."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from tests.contract.steps import accumulate_gradients, build, micro_batches
+
+    model = build(case, layout)
+    batches = micro_batches(case, layout, model)
+    with FlopCounterMode(display=False) as counted:
+        accumulate_gradients(model, batches)
+    return counted.get_total_flops()
+
+
+@pytest.mark.parametrize("case", [Case, RingCase], ids=["gathered", "ring"])
+def test_context_ranks_share_the_causal_work_equally(case):
+    """One document over four ranks; later segments take more maps together, which is little."""
+    work = run_on_ranks(4, work_of_rank, case("path", documents=DENSE), CP4)
+    assert max(work) <= 1.02 * min(work), work
+
+
+TALL = 512
+
+
+def kept_by_layer(mixer: PathConfig, lengths: list[int], expected: float = math.inf) -> int:
+    """Bytes that a context rank's forward of one layer leaves for backward, but for the input.
+
+    Gloo's threads let go of what they sent when they get to it: waits for that, if it is needed.
+    """
+    import gc
+    import time
+
+    import torch.distributed as dist
+
+    from mixtron.megatron_ext.batch import make_batch
+    from tests.launch.fake_gpu import Allocations
+
+    layer, device = build_layer(mixer, context=dist.get_world_size())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    batch = make_batch(lengths, step=0, device=device, context_rank=rank, context_size=size)
+    hidden = torch.randn(sum(lengths) // size, 1, WIDTH, requires_grad=True)
+    with Allocations() as allocated:
+        output = layer(hidden, packed_seq_params=batch)
+        deadline = time.monotonic() + 20
+        gc.collect()
+        while allocated.now - output[0].nbytes > expected and time.monotonic() < deadline:
+            time.sleep(0.1)
+    return allocated.now - output[0].nbytes
+
+
+@pytest.mark.parametrize("lengths", [[TALL], [TALL // 4] * 4], ids=["one document", "short ones"])
+@pytest.mark.parametrize("exchange", ["keys", "ring", "heads"])
+@pytest.mark.parametrize("forget_gate", [False, True])
+def test_context_ranks_keep_what_is_predicted(exchange, lengths, forget_gate):
+    """Beyond one rank's share of what one rank keeps alone; of the rank that keeps the most."""
+    mixer, ranks = PathConfig(**SHAPE, w_rank=4, forget_gate=forget_gate), 2
+    mixer = mixer.model_copy(update={"context_exchange": exchange})
+    [alone] = run_on_ranks(1, kept_by_layer, mixer, lengths)
+    beyond = mixer.context_bytes_kept(TALL // ranks, 1, ranks, 4, max(lengths))
+    predicted = alone / ranks + beyond
+    kept = max(run_on_ranks(ranks, kept_by_layer, mixer, lengths, 1.05 * predicted))
+    assert kept == pytest.approx(predicted, rel=0.05)
+
+
+def outputs(target: PathConfig, source: SoftmaxConfig) -> list[torch.Tensor]:
+    """Of a softmax layer, and of the PaTH layer that takes its weights."""
+    from mixtron.megatron_ext.batch import make_batch
+
+    (softmax, device), (path, _) = build_layer(source), build_layer(target)
+    layers = [softmax, path]
     weights = softmax_to_path(
         by_checkpoint_key(layers[0]),
         source,

@@ -98,13 +98,29 @@ def travelled(order: list[int], before: int, after: int) -> tuple:
     x_T1 = torch.arange(TOKENS, dtype=torch.float64)[rank * share : (rank + 1) * share, None]
     x_T1.requires_grad_()
     pieces = slot_pieces(TOKENS, group.size(), before, after)
-    exchange = exchange_tokens(order_T, pieces, group)
+    exchange = exchange_tokens(order_T, order_T, pieces, group)
     arrived_S1 = exchange.to_slots(x_T1)[exchange.row_S]
     # Each slot of rank r's piece weighs r + 1: the gradients tell who got the token.
     (gradient,) = torch.autograd.grad((arrived_S1 * (rank + 1)).sum(), x_T1)
-    own = exchange_tokens(order_T, slot_pieces(TOKENS, group.size(), 0, 0), group)
+    own = exchange_tokens(order_T, order_T, slot_pieces(TOKENS, group.size(), 0, 0), group)
     back = own.to_tokens(2 * own.to_slots(x_T1))
     return arrived_S1.flatten().tolist(), gradient.flatten().tolist(), back.flatten().tolist()
+
+
+def planned_without_values(order: list[int]) -> list[tuple]:
+    """Of a tensor without values, of which nothing can be read: as little waits on a GPU."""
+    group = dist.group.WORLD
+    assert group is not None
+    order_T = torch.tensor(order)
+    pieces = slot_pieces(TOKENS, group.size(), 3, 2)
+    plans = [exchange_tokens(x, order_T, pieces, group) for x in (order_T, order_T.to("meta"))]
+    return [(p.sent, p.received, p.token_R.shape, p.row_S.shape) for p in plans]
+
+
+def test_planning_an_exchange_does_not_wait_for_the_device():
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1)).tolist()
+    for plain, without_values in run_on_ranks(4, planned_without_values, order):
+        assert plain == without_values
 
 
 @pytest.mark.parametrize("halo", [(0, 0), (2, 1), (9, 0), (30, 30)], ids=str)

@@ -82,7 +82,9 @@ class Config(MixerConfig):
         gone = 2 * tokens / tensor * value * bytes_per_element
         return segment + gradients - gone
 
-    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+    def context_bytes_sent(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
         # A diagonal map of the state, in fp32.
         state_map = 4 * self.heads * self.key_dim * (1 + self.value_dim)
         return (context - 1) * state_map / tensor

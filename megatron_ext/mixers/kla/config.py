@@ -145,7 +145,9 @@ class Config(MixerConfig):
         convolution = tokens * convolved / tensor * (3 * 4 - bytes_per_element)
         return max(segment, convolution)
 
-    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+    def context_bytes_sent(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
         tail = (self.conv_width - 1) * sum(self.convolved().values()) * element
         if self.context_exchange == "heads":
             # q, k, v and the output in the model's dtype, log decay and eta in fp32.

@@ -65,7 +65,9 @@ class Config(MixerConfig):
         later = 1 - min(1, SEGMENT_CHUNKS / chunks)
         return segment + later * tokens / tensor * 4 * (2 * key + value + 2 * self.heads)
 
-    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+    def context_bytes_sent(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
         # A diagonal map of the state, in fp32.
         state_map = 4 * self.heads * self.key_dim * (1 + self.value_dim + 1)
         return (context - 1) * state_map / tensor

@@ -173,7 +173,9 @@ class Config(MixerConfig):
         convolved = tokens / tensor * sum(self.convolved().values()) * (3 * 4 - bytes_per_element)
         return max(segment + gradients - gone, convolved)
 
-    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+    def context_bytes_sent(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
         """For documents that begin where a rank does: the nodes of a rank's own tokens. Others
         have up to 2 + log2(tokens)."""
         K, V = self.key_dim, self.value_dim

@@ -104,7 +104,9 @@ class Config(MixerConfig):
         convolved = tokens / tensor * sum(self.convolved().values()) * (3 * 4 - bytes_per_element)
         return max(segment + gradients - gone, convolved)
 
-    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+    def context_bytes_sent(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
         # A diagonal map of the state, in fp32, and the convolution's last tokens to every rank.
         state_map = 4 * self.value_heads * self.key_dim * (1 + self.value_dim)
         tail = (self.conv_width - 1) * sum(self.convolved().values()) * element

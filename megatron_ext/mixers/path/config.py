@@ -15,6 +15,30 @@ SHORTEST_BLOCK, LONGEST_BLOCK, PLAIN_BLOCK = 16, 128, 64
 """Of kernels/path_attention/blocks.py, which this file cannot import: it needs torch."""
 
 
+def segments_back(longest: int, tokens: int) -> int:
+    """How many segments of so many tokens a document goes back at most: segment s's first token and
+    the last of segment s - n are (n - 1) tokens + 1 apart."""
+    return (longest - 2) // tokens + 1 if longest > 1 else 0
+
+
+def own_segments(tokens: int, context: int, longest: int) -> list[list[int]]:
+    """Of each context rank, ascending. Two are r and 2 cp - 1 - r: an early half shard, of few
+    keys, and a late one of many, for equal work. Where no document goes further back than one
+    shard all ranks but the first have equal work as they are, and a rank has its shard; so too
+    where a shard has no two equal halves.
+    """
+    if segments_back(longest, tokens) > 1 and tokens % 2 == 0:
+        return [[rank, 2 * context - 1 - rank] for rank in range(context)]
+    return [[rank] for rank in range(context)]
+
+
+def _segments_before(tokens: int, context: int, longest: int) -> list[list[int]]:
+    """How many that hold keys of its documents each of the ranks' segments has before it."""
+    ranks = own_segments(tokens, context, longest)
+    reach = segments_back(longest, tokens // len(ranks[0]))
+    return [[min(segment, reach) for segment in own] for own in ranks]
+
+
 class PathFamilyConfig(MixerConfig):
     """Softmax attention whose positions come from Householder maps, a forget gate, or both."""
 
@@ -29,8 +53,7 @@ class PathFamilyConfig(MixerConfig):
     context_exchange: Literal["keys", "ring", "heads"] = "keys"
     """What context ranks exchange. keys: every rank's keys, values and composed maps, gathered;
     ring: the same, passed on from rank to rank, of which nothing is kept for backward; heads: heads
-    for tokens, which balances the causal work (`kv_heads` over TP divisible by
-    parallel.context)."""
+    for tokens (`kv_heads` over TP divisible by parallel.context). All have equal work."""
 
     context_parallel: ClassVar[bool] = True
 
@@ -149,22 +172,72 @@ class PathFamilyConfig(MixerConfig):
         rows = 3 * self.heads * C
         return 4 * tokens * (fp32 + rows) / tensor
 
-    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+    def context_bytes_sent(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
         query, kv = self.widths()
         gate, G, K = 4 * self.heads * self.gated, self.kv_heads, self.head_dim
         tail = max(self.taps - 1, 0) * kv * element * (context - 1)
+        # q, k, v and the output, w, beta and the gate: there and back.
+        exchanged = 2 * (query + kv) * element + gate + (4 * (kv + G) if self.rank else 0)
+        exchanged *= tokens * (context - 1) / context
         if self.context_exchange == "heads":
-            maps = 4 * (kv + G) if self.rank else 0
-            moved = tokens * (2 * (query + kv) * element + maps + gate)
-            return (moved * (context - 1) / context + tail) / tensor
+            return (exchanged + tail) / tensor
+        segments = len(own_segments(tokens, context, longest)[0])
         own = tokens * (kv * (4 + element) + gate)
-        composed = gate + (4 * G * K * K if self.rank else 0)
+        composed = segments * (gate + (4 * G * K * K if self.rank else 0))
         if self.context_exchange == "ring":
             # Half of what forward and backward send: the keys and values travel twice, in backward
             # with their fp32 gradients, which take one hop more home.
             gradients = tokens * (2 * 4 * kv + gate) * context / (context - 1)
             own = own + gradients / 2
-        return ((context - 1) * (own + composed) + tail) / tensor
+        moved = exchanged if segments > 1 else 0
+        return (moved + (context - 1) * (own + composed) + tail) / tensor
+
+    def context_bytes_kept(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
+        query, kv = self.widths()
+        G, K = self.kv_heads, self.head_dim
+        before = _segments_before(tokens, context, longest)
+        segments, exchanged = len(before[0]), 0
+        if self.context_exchange == "heads" or segments > 1:
+            # Copies of q, k and v; of those that a norm made only the copies are kept, and without
+            # maps and norm nothing holds on to the projection.
+            copied = kv if self.qk_norm else (query + 2 * kv) * bool(self.rank)
+            exchanged = tokens * copied * element
+        if self.context_exchange == "heads":
+            return exchanged / tensor
+        gates = 4 * self.heads * self.gated
+        # The maps between each own segment and all others.
+        maps = 4 * G * K * K * segments * segments * context if self.rank else 0
+        if self.context_exchange == "ring":
+            # In fp32 queries at their segment's left edge, keys at its right edge, and the outputs
+            # of both halves; log-sum-exps and shares of both; v once more.
+            each = 4 * (3 * query + kv) + 4 * 4 * self.heads + 2 * gates + kv * element
+            return (exchanged + maps + tokens * each) / tensor
+        # The segments before each own one, carried to it; and all keys as they were gathered.
+        behind = max(map(sum, before)) * tokens / segments
+        gathered = tokens * context * (4 * kv + gates) if self.rank and segments > 1 else 0
+        if segments == 1:
+            exchanged = tokens * kv * element  # v, tied to the exchange
+        carried = behind * (kv * (4 + element) + gates)
+        return (exchanged + maps + gathered + carried) / tensor
+
+    def context_bytes_needed(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
+        if self.context_exchange == "heads":
+            return 0.0
+        _, kv = self.widths()
+        if self.context_exchange == "ring":
+            # Keys and values and their gradients in fp32, as they leave and as they arrive.
+            return tokens * 2 * (kv * (2 * 4 + 4 + element)) / tensor
+        # The keys and values before a segment, and their gradients; a block's rows of logits.
+        C = max(SHORTEST_BLOCK, min(self.head_dim, LONGEST_BLOCK)) if self.rank else PLAIN_BLOCK
+        before = _segments_before(tokens, context, longest)
+        behind = max(map(max, before)) * tokens / len(before[0])
+        return 4 * behind * (4 * kv + 3 * self.heads * C) / tensor
 
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
         super().check(name, hidden_size, tensor, context)

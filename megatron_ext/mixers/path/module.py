@@ -21,8 +21,9 @@ from mixtron.megatron_ext.layers import (
     ShortConvolution,
 )
 from mixtron.megatron_ext.mixers.path.config import PathFamilyConfig
-from mixtron.megatron_ext.mixers.path.context import past_of_ranks_before
-from mixtron.megatron_ext.mixers.path.ring import attend_ranks_before, ring_of
+from mixtron.megatron_ext.mixers.path.gathered import pasts_of_segments
+from mixtron.megatron_ext.mixers.path.ring import attend_segments_before, ring_of
+from mixtron.megatron_ext.mixers.path.segments import Segments, segments_of
 from mixtron.megatron_ext.parameters import constant, normal, replicated
 
 
@@ -35,9 +36,10 @@ class Mixer(ShardedModule):
 
     TP: heads. W_1 is part of the input projection: each rank holds some of its rows, and their few
     outputs are gathered. SP: gathered by the input projection, scattered by the output one. CP:
-    every rank carries its keys to the end of its tokens and composes its maps; these and the values
-    are gathered, or travel a ring, and a rank carries on those of the ranks before it; or heads are
-    exchanged for tokens around the op (`context_exchange`). Initialisation: matrices N(0, std),
+    tokens travel to where the work on them makes all ranks' equal (`segments.py`); each segment's
+    keys are carried to its end and its maps composed; these and the values are gathered, or travel
+    a ring, and are carried on to the segments after; or heads are exchanged for tokens around the
+    op (`context_exchange`). Initialisation: matrices N(0, std),
     convolution U(-1/sqrt 3, 1/sqrt 3), biases 0 (beta starts near 1, f near 1/2), norms 1. b and
     b_f are fp32 whatever the model's dtype.
     """
@@ -90,13 +92,13 @@ class Mixer(ShardedModule):
         q, k, v, w, beta, log_forget = self._inputs(convolved_TBE, parts)
         if batch.context_size > 1 and self.mixer.context_exchange == "heads":
             return self._mix_exchanged((q, k, v, w, beta, log_forget), batch)
-        if batch.context_size > 1 and self.mixer.context_exchange == "ring":
-            return self._mix_in_ring(q, k, v, w, beta, log_forget, batch)
-        past, cu_seqlens = None, batch.cu_seqlens
         if batch.context_size > 1:
-            segment = path_segment(k, w, beta, log_forget, cu_seqlens=batch.local_cu_seqlens)
-            past, v = past_of_ranks_before(segment, v, self.cp_group)
-            cu_seqlens = cu_seqlens.clamp(max=(batch.context_rank + 1) * k.shape[1])
+            segments = segments_of(batch, self.cp_group)
+            taken = [segments.take(x) for x in (q, k, v, w, beta, log_forget)]
+            mix = {"keys": self._mix_gathered, "ring": self._mix_in_ring}
+            inputs = list(zip(*taken, strict=True))
+            mixed = mix[self.mixer.context_exchange](inputs, segments, batch.max_seqlen)
+            return segments.give_back(mixed)
         o_BTHK = path_attention(
             q,
             k,
@@ -105,8 +107,7 @@ class Mixer(ShardedModule):
             beta,
             log_forget,
             gate_scale=self.mixer.gate_scale,
-            past=past,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
         )
         if batch.cache is not None:
@@ -120,36 +121,66 @@ class Mixer(ShardedModule):
             batch.cache.layers[self.layer_number] = cached
         return o_BTHK
 
+    def _mix_gathered(
+        self, inputs: list[tuple], segments: Segments, max_seqlen: int
+    ) -> list[Tensor]:
+        """Of each own segment, with the keys of the segments before it as its past."""
+        pasts, values = pasts_of_segments(inputs, segments)
+        outputs = []
+        for segment, (q, k, _, *others), past, v in zip(
+            segments.own, inputs, pasts, values, strict=True
+        ):
+            first = min(segments.seen_by(segment), default=segment)
+            outputs.append(
+                path_attention(
+                    q,
+                    k,
+                    v,
+                    *others,
+                    gate_scale=self.mixer.gate_scale,
+                    past=past,
+                    cu_seqlens=segments.documents_from(first, segment),
+                    max_seqlen=max_seqlen,
+                )
+            )
+        return outputs
+
     def _mix_in_ring(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: Tensor | None,
-        beta: Tensor | None,
-        log_forget: Tensor | None,
-        batch: Batch,
-    ) -> Tensor:
-        """Attention to this rank's keys merged with that to earlier ranks', which pass by."""
-        if log_forget is not None:
-            log_forget = self.mixer.gate_scale * log_forget
-        options = {"scale": self.mixer.head_dim**-0.5, "cu_seqlens": batch.local_cu_seqlens}
-        own_BTHK, own_lse_BTH = path_attention_with_lse(
-            q, k, v, w, beta, log_forget, None, None, None, max_seqlen=batch.max_seqlen, **options
+        self, inputs: list[tuple], segments: Segments, max_seqlen: int
+    ) -> list[Tensor]:
+        """Attention to each own segment's keys merged with that to earlier ones', which pass by."""
+        own, queries, made = [], [], []
+        for segment, (q, k, v, w, beta, log_forget) in zip(segments.own, inputs, strict=True):
+            if log_forget is not None:
+                log_forget = self.mixer.gate_scale * log_forget
+            documents = segments.documents_from(segment, segment)
+            options = {"scale": self.mixer.head_dim**-0.5, "cu_seqlens": documents}
+            gates = (w, beta, log_forget)
+            own.append(
+                path_attention_with_lse(
+                    q, k, v, *gates, None, None, None, max_seqlen=max_seqlen, **options
+                )
+            )
+            queries.append(past_queries(q, k, *gates, **options))
+            made.append(path_segment(k, *gates, cu_seqlens=documents))
+        until = [until_BGRT for _, until_BGRT in queries if until_BGRT is not None]
+        v_NTGV = torch.cat([v_BTGV for _, _, v_BTGV, *_ in inputs])
+        past_NGRTK, past_lse_NGRT = attend_segments_before(
+            torch.cat([q_BGRTK for q_BGRTK, _ in queries]),
+            torch.cat(until) if until else None,
+            made,
+            v_NTGV,
+            ring_of(segments),
         )
-        past_BGRTK, past_lse_BGRT = attend_ranks_before(
-            *past_queries(q, k, w, beta, log_forget, **options),
-            path_segment(k, w, beta, log_forget, cu_seqlens=batch.local_cu_seqlens),
-            v,
-            ring_of(batch, self.cp_group),
+        past_NTHK = past_NGRTK.flatten(1, 2).transpose(1, 2)
+        past_lse_NTH = past_lse_NGRT.flatten(1, 2).transpose(1, 2)
+        own_NTHK, own_lse_NTH = (torch.cat(parts) for parts in zip(*own, strict=True))
+        lse_NTH = torch.logaddexp(own_lse_NTH, past_lse_NTH)
+        own_share_NTH, past_share_NTH = (
+            (x - lse_NTH).exp()[..., None] for x in (own_lse_NTH, past_lse_NTH)
         )
-        past_BTHK = past_BGRTK.flatten(1, 2).transpose(1, 2)
-        past_lse_BTH = past_lse_BGRT.flatten(1, 2).transpose(1, 2)
-        lse_BTH = torch.logaddexp(own_lse_BTH, past_lse_BTH)
-        own_share_BTH, past_share_BTH = (
-            (x - lse_BTH).exp()[..., None] for x in (own_lse_BTH, past_lse_BTH)
-        )
-        return (own_share_BTH * own_BTHK + past_share_BTH * past_BTHK).to(v.dtype)
+        mixed_NTHK = (own_share_NTH * own_NTHK + past_share_NTH * past_NTHK).to(v_NTGV.dtype)
+        return list(mixed_NTHK.split(1))
 
     def _mix_exchanged(self, inputs: tuple[Tensor | None, ...], batch: Batch) -> Tensor:
         """The whole stream for this context rank's share of the heads, there and back."""

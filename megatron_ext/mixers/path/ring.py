@@ -1,4 +1,4 @@
-"""Attention to the keys of earlier context ranks, which travel a ring; nothing of them is kept."""
+"""Attention to the keys of earlier segments, which travel a ring; nothing of them is kept."""
 
 from dataclasses import dataclass
 
@@ -12,19 +12,23 @@ from mixtron.kernels.path_attention import (
     attend_past_backward,
     documents,
 )
-from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import gather
+from mixtron.megatron_ext.mixers.path.segments import Segments
 
 
 @dataclass
 class Ring:
     """Who passes to whom, and whose keys are of which document."""
 
-    group: dist.ProcessGroup
+    segments: Segments
     hops: int
-    """How far a document reaches back: from rank r to r - hops."""
-    document_RT: Tensor
-    """[ranks, T] of all ranks' tokens."""
+    """How far keys must travel."""
+    document_ST: Tensor
+    """[segments, T] of all tokens."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.segments.group
 
     def passed(self, tensors: list[Tensor], distance: int) -> list[Tensor]:
         """What the rank `distance` before this one has; every rank takes part."""
@@ -41,56 +45,81 @@ class Ring:
             work.wait()
         return received
 
+    def meetings(self, hop: int) -> list[tuple[int, int, int, int]]:
+        """(place, segment) among this rank's and (place, segment) among those that are here after
+        `hop` hops, of all pairs in which the first attends the second."""
+        theirs = self.segments.of_rank[(self.group.rank() - hop) % self.group.size()]
+        return [
+            (i, mine, j, other)
+            for i, mine in enumerate(self.segments.own)
+            for j, other in enumerate(theirs)
+            if other in self.segments.seen_by(mine)
+        ]
 
-def ring_of(batch: Batch, group: dist.ProcessGroup) -> Ring:
-    share, ranks = batch.position_ids.shape[0], group.size()
-    document_S = documents(batch.cu_seqlens, share * ranks, 0, batch.cu_seqlens.device)
-    # Rank r's first token and the last of rank r - h are (h - 1) share + 1 apart.
-    hops = (batch.max_seqlen - 2) // share + 1 if batch.max_seqlen > 1 else 0
-    return Ring(group, min(hops, ranks - 1), document_S.unflatten(0, (ranks, share)))
+
+def ring_of(segments: Segments) -> Ring:
+    size = segments.group.size()
+    owner = {s: rank for rank, own in enumerate(segments.of_rank) for s in own}
+    hops = [(owner[s] - owner[other]) % size for s in owner for other in segments.seen_by(s)]
+    document_S = documents(
+        segments.cu_seqlens, len(owner) * segments.tokens, 0, segments.cu_seqlens.device
+    )
+    return Ring(segments, max(hops, default=0), document_S.unflatten(0, (len(owner), -1)))
 
 
-def attend_ranks_before(
-    q_BGRTK: Tensor,
-    until_BGRT: Tensor | None,
-    segment: Segment,
-    v_BTGV: Tensor,
-    ring: Ring,
+def attend_segments_before(
+    q_NGRTK: Tensor, until_NGRT: Tensor | None, made: list[Segment], v_NTGV: Tensor, ring: Ring
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, G, R, T, V] and log-sum-exp [B, G, R, T] over all earlier ranks' keys.
+    """Output [N, G, R, T, V] and log-sum-exp [N, G, R, T] over all earlier segments' keys.
 
     Args:
-        q_BGRTK, until_BGRT: from `past_queries`.
-        segment: this rank's, from `path_segment`.
+        q_NGRTK, until_NGRT: from `past_queries`, of this rank's N segments.
+        made: these, from `path_segment`.
     """
-    G = v_BTGV.shape[2]
-    k_BGTK, v_BGTV = segment.k_BTGK.transpose(1, 2), v_BTGV.transpose(1, 2)
-    after_BGRT = offset_NBGR = carry_NBGKK = None
-    if segment.map_BGKK is not None:
-        carry_NBGKK = _carries(gather(segment.map_BGKK, ring.group), ring.group.rank())
-    if segment.gate_after_BTH is not None and segment.gate_total_BH is not None:
-        after_BGRT = segment.gate_after_BTH.transpose(1, 2).unflatten(1, (G, -1))
-        totals_NBH = gather(segment.gate_total_BH, ring.group)
-        offset_NBGR = _offsets(totals_NBH, ring.group.rank()).unflatten(2, (G, -1))
+    G, segments = v_NTGV.shape[2], ring.segments
+    k_NGTK = torch.cat([segment.k_BTGK for segment in made]).transpose(1, 2)
+    after_NGRT = offset_NSGR = carry_NSGKK = None
+    if made[0].map_BGKK is not None:
+        maps_SGKK = _in_order([segment.map_BGKK for segment in made], segments)
+        carry_NSGKK = torch.stack([_carries(maps_SGKK, segment) for segment in segments.own])
+    if made[0].gate_after_BTH is not None:
+        after_NTH = torch.cat([segment.gate_after_BTH for segment in made])  # type: ignore[misc]
+        after_NGRT = after_NTH.transpose(1, 2).unflatten(1, (G, -1))
+        totals_SH = _in_order([segment.gate_total_BH for segment in made], segments)
+        offset_NSH = torch.stack([_offsets(totals_SH, segment) for segment in segments.own])
+        offset_NSGR = offset_NSH.unflatten(2, (G, -1))
     return _RingAttention.apply(  # type: ignore[return-value]
-        ring, q_BGRTK, until_BGRT, k_BGTK, v_BGTV, after_BGRT, carry_NBGKK, offset_NBGR
+        ring,
+        q_NGRTK,
+        until_NGRT,
+        k_NGTK,
+        v_NTGV.transpose(1, 2),
+        after_NGRT,
+        carry_NSGKK,
+        offset_NSGR,
     )
 
 
-def _carries(map_NBGKK: Tensor, rank: int) -> Tensor:
-    """[n]: what carries rank n's keys from its end to this rank's start; 0 for later ranks."""
-    identity_BGKK = torch.eye(map_NBGKK.shape[-1], device=map_NBGKK.device) + 0 * map_NBGKK[0]
-    carries = [0 * each for each in map_NBGKK]
-    for n in reversed(range(rank)):
-        carries[n] = identity_BGKK if n == rank - 1 else carries[n + 1] @ map_NBGKK[n + 1]
+def _in_order(own: list[Tensor | None], segments: Segments) -> Tensor:
+    """[segments, ...] of all ranks, of which each gives its own [1, ...]."""
+    all_RN = gather(torch.cat(own), segments.group)  # type: ignore[arg-type]
+    return torch.stack([all_RN[place] for place in segments.gathered_order()])
+
+
+def _carries(map_SGKK: Tensor, segment: int) -> Tensor:
+    """[s]: what carries segment s's keys from its end to this one's start; 0 for later ones."""
+    identity_GKK = torch.eye(map_SGKK.shape[-1], device=map_SGKK.device) + 0 * map_SGKK[0]
+    carries = [0 * each for each in map_SGKK]
+    for s in reversed(range(segment)):
+        carries[s] = identity_GKK if s == segment - 1 else carries[s + 1] @ map_SGKK[s + 1]
     return torch.stack(carries)
 
 
-def _offsets(total_NBH: Tensor, rank: int) -> Tensor:
-    """[n]: the sum of the gates between rank n and this one; 0 for later ranks."""
-    offsets = [0 * each for each in total_NBH]
-    for n in reversed(range(rank - 1)):
-        offsets[n] = offsets[n + 1] + total_NBH[n + 1]
+def _offsets(total_SH: Tensor, segment: int) -> Tensor:
+    """[s]: the sum of the gates between segment s and this one; 0 for later ones."""
+    offsets = [0 * each for each in total_SH]
+    for s in reversed(range(segment - 1)):
+        offsets[s] = offsets[s + 1] + total_SH[s + 1]
     return torch.stack(offsets)
 
 
@@ -100,25 +129,23 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ring, q, until, k, v, after, carry, offset):
-        rank = ring.group.rank()
         o = q.new_zeros(*q.shape[:-1], v.shape[-1])
         lse = q.new_full(q.shape[:-1], float("-inf"))
         packet = _packet(k, v, after)
-        for hop in range(1, ring.hops + 1):
-            packet = ring.passed(packet, 1)
-            source = rank - hop
-            if source < 0:
-                continue
-            piece_o, piece_lse = attend_past(
-                q, until, *_carried(packet, carry, offset, source), *_documents(ring, source)
-            )
-            total = torch.logaddexp(lse, piece_lse)
-            finite = total.masked_fill(total == float("-inf"), 0)
-            o = (
-                o * (lse - finite).exp()[..., None]
-                + piece_o * (piece_lse - finite).exp()[..., None]
-            )
-            lse = total
+        for hop in range(ring.hops + 1):
+            packet = ring.passed(packet, 1) if hop else packet
+            for i, mine, j, other in ring.meetings(hop):
+                piece_o, piece_lse = attend_past(
+                    *_queries(q, until, i),
+                    *_carried(packet, carry, offset, i, j, other),
+                    ring.document_ST[mine],
+                    ring.document_ST[other],
+                )
+                total = torch.logaddexp(lse[i], piece_lse[0])
+                finite = total.masked_fill(total == float("-inf"), 0)
+                o[i] *= (lse[i] - finite).exp()[..., None]
+                o[i] += piece_o[0] * (piece_lse[0] - finite).exp()[..., None]
+                lse[i] = total
         ctx.ring = ring
         ctx.save_for_backward(q, until, k, v, after, carry, offset, o, lse)
         return o, lse
@@ -126,7 +153,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse):  # type: ignore[override]
         q, until, k, v, after, carry, offset, o, lse = ctx.saved_tensors
-        ring, rank = ctx.ring, ctx.ring.group.rank()
+        ring = ctx.ring
         delta = (do * o).sum(-1) - dlse
         dq = torch.zeros_like(q)
         duntil, dcarry, doffset = (
@@ -134,34 +161,33 @@ class _RingAttention(torch.autograd.Function):
         )
         packet = _packet(k, v, after)
         gradients = [torch.zeros_like(x, dtype=q.dtype) for x in packet]
-        for hop in range(1, ring.hops + 1):
-            packet, gradients = ring.passed(packet, 1), ring.passed(gradients, 1)
-            source = rank - hop
-            if source < 0:
-                continue
-            found = attend_past_backward(
-                q,
-                until,
-                *_carried(packet, carry, offset, source),
-                *_documents(ring, source),
-                lse_BGRT=lse,
-                delta_BGRT=delta,
-                do_BGRTV=do,
-            )
-            dq += found.q_BGRTK
-            gradients[1] += found.v_BGPV
-            if dcarry is None:
-                gradients[0] += found.k_BGPK
-            else:
-                gradients[0] += found.k_BGPK @ carry[source]
-                dcarry[source] = found.k_BGPK.mT @ packet[0]
-            if found.until_BGRT is not None and found.after_BGRP is not None:
-                assert duntil is not None
-                assert doffset is not None
-                duntil += found.until_BGRT
-                gradients[2] += found.after_BGRP
-                doffset[source] = found.after_BGRP.sum(-1)
-        dk, dv, *dafter = ring.passed(gradients, -ring.hops)
+        for hop in range(ring.hops + 1):
+            if hop:
+                packet, gradients = ring.passed(packet, 1), ring.passed(gradients, 1)
+            for i, mine, j, other in ring.meetings(hop):
+                found = attend_past_backward(
+                    *_queries(q, until, i),
+                    *_carried(packet, carry, offset, i, j, other),
+                    ring.document_ST[mine],
+                    ring.document_ST[other],
+                    lse_BGRT=lse[i : i + 1],
+                    delta_BGRT=delta[i : i + 1],
+                    do_BGRTV=do[i : i + 1],
+                )
+                dq[i] += found.q_BGRTK[0]
+                gradients[1][j] += found.v_BGPV[0]
+                if dcarry is None:
+                    gradients[0][j] += found.k_BGPK[0]
+                else:
+                    gradients[0][j] += found.k_BGPK[0] @ carry[i, other]
+                    dcarry[i, other] = found.k_BGPK[0].mT @ packet[0][j]
+                if found.until_BGRT is not None and found.after_BGRP is not None:
+                    assert duntil is not None
+                    assert doffset is not None
+                    duntil[i] += found.until_BGRT[0]
+                    gradients[2][j] += found.after_BGRP[0]
+                    doffset[i, other] = found.after_BGRP[0].sum(-1)
+        dk, dv, *dafter = ring.passed(gradients, -ring.hops) if ring.hops else gradients
         dafter = dafter[0] if dafter else None
         return None, dq, duntil, dk, dv.to(v.dtype), dafter, dcarry, doffset
 
@@ -170,15 +196,16 @@ def _packet(k: Tensor, v: Tensor, after: Tensor | None) -> list[Tensor]:
     return [x.contiguous() for x in (k, v, after) if x is not None]
 
 
+def _queries(q: Tensor, until: Tensor | None, i: int) -> tuple[Tensor, Tensor | None]:
+    return q[i : i + 1], None if until is None else until[i : i + 1]
+
+
 def _carried(
-    packet: list[Tensor], carry: Tensor | None, offset: Tensor | None, source: int
+    packet: list[Tensor], carry: Tensor | None, offset: Tensor | None, i: int, j: int, other: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A rank's keys and gates carried to this one's start; values in the arithmetic's dtype."""
-    k, v, *gates = packet
-    k = k if carry is None else k @ carry[source].mT
-    after = None if offset is None else gates[0] + offset[source][..., None]
+    """The j-th segment's keys and gates, as they stand at the start of this rank's i-th; values in
+    the arithmetic's dtype."""
+    k, v, *gates = (x[j : j + 1] for x in packet)
+    k = k if carry is None else k @ carry[i, other].mT
+    after = None if offset is None else gates[0] + offset[i, other][..., None]
     return k, v.to(k.dtype), after
-
-
-def _documents(ring: Ring, source: int) -> tuple[Tensor, Tensor]:
-    return ring.document_RT[ring.group.rank()], ring.document_RT[source]

@@ -76,7 +76,9 @@ class Config(MixerConfig):
         elements = 2 * 8 + 1
         return tokens * self.width / tensor * (elements * bytes_per_element + 4 * 2 + 4)
 
-    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+    def context_bytes_sent(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
         # q, k, v and the output; the damping in fp32.
         exchanged = 4 * self.width * element + 4 * self.heads
         return tokens * exchanged / tensor * (context - 1) / context

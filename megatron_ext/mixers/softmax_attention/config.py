@@ -83,7 +83,9 @@ class Config(MixerConfig):
         # sum for q's.
         return tokens * query / tensor * (4 * bytes_per_element + 4)
 
-    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+    def context_bytes_sent(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
         exchanged = 2 * (self.heads + self.kv_heads) * self.head_dim  # q, k, v, and the output
         return tokens * exchanged / tensor * element * (context - 1) / context
 

@@ -132,7 +132,9 @@ class Config(MixerConfig):
         scores = tokens * self.heads / tensor * self._tiles_met() * TILE
         return tokens * gradients / tensor * bytes_per_element + 4 * 4 * min(scores, GROUP_SCORES)
 
-    def context_bytes_sent(self, tokens: int, tensor: int, context: int, element: int) -> float:
+    def context_bytes_sent(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
         query, kv = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
         moved = 0.0
         if "sa" in self.path_names():

@@ -1,6 +1,7 @@
 """Stochastic Attention (arXiv 2604.00754) as a Megatron layer's mixer."""
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -128,8 +129,9 @@ class Mixer(ShardedModule):
             return windowed_attention(q_THK, k_TGK, v_TGK, plan)
         own = slot_pieces(len(order_T), size, 0, 0)
         seen = slot_pieces(len(order_T), size, *mixer.reach())
-        queries = exchange_tokens(order_T, own, self.cp_group)
-        keys = exchange_tokens(order_T, seen, self.cp_group)
+        order_on_host_T = self._permutation(batch, _offsets_on_host(batch), len(order_T))
+        queries = exchange_tokens(order_T, order_on_host_T, own, self.cp_group)
+        keys = exchange_tokens(order_T, order_on_host_T, seen, self.cp_group)
         plan = plan_windows(
             order_T,
             batch.cu_seqlens,
@@ -150,6 +152,11 @@ class Mixer(ShardedModule):
             kv_TGE = torch.cat([k_TGK, v_TGK], dim=-1)
             k_TGK, v_TGK = with_rows_before(kv_TGE, window - 1, self.cp_group).chunk(2, dim=-1)
         return windowed_attention(q_THK, k_TGK, v_TGK, plan)
+
+
+def _offsets_on_host(batch: Batch) -> Tensor:
+    """`cu_seqlens` without padding, from the lengths that the host knows."""
+    return torch.tensor([0, *accumulate(batch.lengths)])
 
 
 def plain_plan(batch: Batch, window: int) -> WindowPlan:
