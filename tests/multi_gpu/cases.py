@@ -1,0 +1,61 @@
+"""What a part is made of: named cases, their outcomes, and the file that outcomes are kept in."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+Values = dict[str, object]
+"""What a case measured, as JSON."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every case is told."""
+
+    gpus: int
+    device: str
+    """cuda, or cpu: the debug models on gloo, to try the script out."""
+    out: Path
+    only: str = ""
+    """A pattern in the names of the cases to run."""
+
+    def for_worker(self) -> list[str]:
+        return [str(self.gpus), self.device, str(self.out), self.only]
+
+    @classmethod
+    def of_worker(cls, arguments: list[str]) -> "Options":
+        gpus, device, out, only = arguments
+        return cls(int(gpus), device, Path(out), only)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`run` raises if what it checks does not hold."""
+
+    name: str
+    run: Callable[[], Values]
+    alone: bool = False
+    """Every rank runs it in a world of its own, without the others."""
+
+
+@dataclass
+class Outcome:
+    part: str
+    case: str
+    passed: bool
+    seconds: float
+    error: str = ""
+    values: list[Values] = field(default_factory=list)
+    """By rank."""
+
+
+def add(path: Path, outcome: Outcome) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(outcome)) + "\n")
+
+
+def read(path: Path) -> list[Outcome]:
+    if not path.exists():
+        return []
+    return [Outcome(**json.loads(line)) for line in path.read_text().splitlines()]
