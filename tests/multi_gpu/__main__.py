@@ -81,6 +81,8 @@ def run_part(part: str, options: Options, limit_s: float) -> None:
         if running not in {outcome.case for outcome in read(path)}:
             error = "the ranks ended, or ran out of time, without an outcome; see above"
             add(path, Outcome(part, running, False, 0.0, error))
+        if running == "start":
+            return
         if time.monotonic() > deadline:
             add(path, Outcome(part, "all cases", False, limit_s, "the part ran out of time"))
             return

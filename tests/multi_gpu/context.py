@@ -88,8 +88,12 @@ def exchange_alone(config: RunConfig, exchange: str) -> Values:
         outputs = [rows_before(tail, mixer.conv_width - 1, group), *forward()]
         torch.autograd.grad(outputs, inputs, [torch.ones_like(x) for x in outputs])
 
-    milliseconds = time_ms(both) if device.type == "cuda" else float("nan")
     if device.type == "cpu":
         both()
-    layers = config.model.layers
-    return {"ms a layer": milliseconds, "ms a step": milliseconds * layers, "tokens": tokens}
+        return {"tokens": tokens}
+    milliseconds = time_ms(both)
+    return {
+        "ms a layer": milliseconds,
+        "ms in all layers": milliseconds * config.model.layers,
+        "tokens": tokens,
+    }

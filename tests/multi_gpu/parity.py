@@ -21,9 +21,10 @@ from mixtron.megatron_ext.mixers import mixer_configs
 from mixtron.megatron_ext.model import build_model
 from mixtron.megatron_ext.optimizer import build_optimizer, clip_and_step, wrap_model
 from mixtron.megatron_ext.parallel import init_distributed, init_model_parallel
-from tests.contract.cases import FOUR, MIXERS, ONE_RANK, Layout
+from tests.contract.cases import FOUR, MIXERS, ONE_RANK, TP2, Layout
 from tests.contract.cases import Case as Subject
 from tests.contract.checks import components, gradient, local_slice, local_tokens
+from tests.contract.faults import injected
 from tests.contract.steps import (
     Model,
     RankResult,
@@ -51,6 +52,8 @@ KERNEL_SUBJECTS = {
     "log_linear": "log_linear_400m",
 }
 """Configurations whose shapes the GPU kernels are made for, with two of their layers."""
+CONTROLS = {"partial replicated gradient": TP2, "mean of means": ONE_RANK}
+"""Faults that must be found in bf16 too, and under which layout."""
 LONG = ((400, 1, 367, 256), (1024,), (256, 1, 255, 512), (7, 1017))
 
 
@@ -84,7 +87,11 @@ def cases(options: Options) -> list[Case]:
         for name, subject in found.items()
         if layout.parallel.context == 1 or mixer_configs()[subject.mixer].context_parallel
     ]
-    return [*references, *compared, *permutations.cases(options)]
+    controls = [
+        Case(f"control: {fault}", partial(catch, fault, layout, options))
+        for fault, layout in CONTROLS.items()
+    ]
+    return [*references, *compared, *controls, *permutations.cases(options)]
 
 
 def subjects(options: Options) -> dict[str, Subject]:
@@ -123,16 +130,32 @@ def refer(names: list[str], found: dict[str, Subject], options: Options) -> Valu
     rank = int(os.environ["RANK"])
     if rank >= len(names):
         return {}
-    subject = found[names[rank]]
+    return keep_reference(names[rank], found[names[rank]], options)
+
+
+def keep_reference(name: str, subject: Subject, options: Options) -> Values:
     plain = train(subject, ONE_RANK, bf16=True)
     start = {name: shard.value for name, shard in plain.first.shards.items()}
     exact = train(subject, ONE_RANK, bf16=False, start=start)
-    torch.save((exact, plain), reference_file(names[rank], options))
+    torch.save((exact, plain), reference_file(name, options))
     return {"losses": exact.losses, "losses in bf16": plain.losses}
 
 
 def reference_file(name: str, options: Options) -> Path:
     return options.out / f"reference-{name}.pt"
+
+
+def catch(fault: str, layout: Layout, options: Options) -> Values:
+    """With a fault in the code, `compare` must find that something differs."""
+    sound = subjects(options)["softmax_attention"]
+    data = options.gpus // layout.parallel.model_ranks
+    layout = replace(layout, data=data)
+    try:
+        with injected(fault):
+            compare("softmax_attention", sound, layout, options)
+    except AssertionError as error:
+        return {"found": str(error).splitlines()[0]}
+    raise AssertionError(f"{fault} is not found")
 
 
 def train(
