@@ -31,8 +31,9 @@ class Communication:
     """Of NCCL's kernels: waiting for the other ranks is part of it."""
     exposed_s: dict[str, float] = field(default_factory=dict)
     """While no other kernel ran."""
-    unsized: int = 0
-    """NCCL kernels that the trace gives no sizes for."""
+    unsized: dict[str, int] = field(default_factory=dict)
+    """Kernels of NCCL that the trace gives no sizes for, or whose sizes mean nothing here: how many
+    of each collective."""
 
 
 def kind_of_group(description: str) -> str:
@@ -46,24 +47,37 @@ def kind_of_group(description: str) -> str:
     return "context" if description.startswith("CONTEXT") else "other"
 
 
+COLLECTIVES = (
+    *("recv", "barrier", "send", "broadcast"),
+    *("allreduce", "reducescatter", "alltoall", "allgather"),
+)
+
+
+def is_collective(name: str) -> bool:
+    """Whether `ring_bytes` knows it."""
+    return _plain(name).startswith(COLLECTIVES)
+
+
 def ring_bytes(collective: str, sent: float, received: float, ranks: int) -> float:
-    """What a rank sends, of a collective's input and output bytes.
+    """What a rank sends, of a collective's input and output bytes, by torch's name for it.
 
     Raises:
         ValueError: a collective that is not known.
     """
-    name = collective.lower().strip("_").replace("_", "")
-    if ranks == 1 or name.startswith(("recv", "barrier", "wait")):
+    name = _plain(collective)
+    if not is_collective(collective):
+        raise ValueError(f"no such collective: {collective}")
+    if ranks == 1 or name.startswith(("recv", "barrier")):
         return 0.0
     if name.startswith(("send", "broadcast")):
         return sent
     if name.startswith("allreduce"):
         return 2 * ring(ranks) * sent
-    if "reducescatter" in name or "alltoall" in name:
-        return ring(ranks) * sent
-    if "allgather" in name:
-        return ring(ranks) * received
-    raise ValueError(f"no such collective: {collective}")
+    return ring(ranks) * (received if name.startswith("allgather") else sent)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "")
 
 
 def read_trace(path: Path) -> Communication:
@@ -75,17 +89,17 @@ def read_trace(path: Path) -> Communication:
     found = Communication()
     for event in nccl:
         arguments = event["args"]
-        if "Collective name" not in arguments:
-            found.unsized += 1
         kind = kind_of_group(arguments.get("Process Group Description", ""))
         seconds = event["dur"] / 1e6
         _add(found.seconds, kind, seconds)
         _add(found.exposed_s, kind, seconds - busy.within(event["ts"], event["dur"]) / 1e6)
-        if "Collective name" in arguments:
-            element = ELEMENT_BYTES[arguments["dtype"]]
-            sent, received = (element * arguments[f"{side} msg nelems"] for side in ("In", "Out"))
-            name, ranks = arguments["Collective name"], arguments["Group size"]
-            _add(found.sent_bytes, kind, ring_bytes(name, sent, received, ranks))
+        name = arguments.get("Collective name", "")
+        element = ELEMENT_BYTES.get(arguments.get("dtype"))
+        if element is None or not is_collective(name):
+            found.unsized[name] = found.unsized.get(name, 0) + 1
+            continue
+        sent, received = (element * arguments[f"{side} msg nelems"] for side in ("In", "Out"))
+        _add(found.sent_bytes, kind, ring_bytes(name, sent, received, arguments["Group size"]))
     return found
 
 

@@ -40,12 +40,8 @@ class SentBytes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def _sent(self, name: str, args: tuple, ranks: int) -> float:
-        sent = args[1] if "reduce_scatter" in name else args[0]
-        return (
-            0.0
-            if name.startswith("recv")
-            else ring_bytes(name, _nbytes(sent), _nbytes(sent), ranks)
-        )
+        size = _nbytes(args[1] if "reduce_scatter" in name else args[0])
+        return ring_bytes(name, size, size, ranks)
 
 
 def _nbytes(tensors) -> int:

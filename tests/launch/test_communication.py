@@ -31,14 +31,15 @@ def test_bytes_and_hidden_time_by_kind(tmp_path):
         nccl(200, 50, "_allgather_base", **{"Out msg nelems": 4000, "dtype": "BFloat16"}, **data),
         nccl(350, 100, "_reduce_scatter_base", **data),
         kernel("ncclDevKernel_y", 600, 10),
+        nccl(700, 10, "gatherv"),
     ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
     found = read_trace(path)
     assert found.sent_bytes == {"tensor": 2 * 3000, "data": 0.75 * 4000 * 2 + 0.75 * 1000 * 4}
-    assert found.seconds == pytest.approx({"tensor": 20e-6, "data": 150e-6, "other": 10e-6})
-    assert found.exposed_s == pytest.approx({"tensor": 10e-6, "data": 100e-6, "other": 10e-6})
-    assert found.unsized == 1
+    assert found.seconds == pytest.approx({"tensor": 20e-6, "data": 150e-6, "other": 20e-6})
+    assert found.exposed_s == pytest.approx({"tensor": 10e-6, "data": 100e-6, "other": 20e-6})
+    assert found.unsized == {"": 1, "gatherv": 1}
 
 
 @pytest.mark.parametrize(

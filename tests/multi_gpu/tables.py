@@ -73,6 +73,8 @@ def traffic_table(measured: list[Values]) -> str:
     for m in measured:
         for kind in sorted({kind for way in ways for kind in m.get(way, {})}):
             sizes = [m[way].get(kind, 0.0) / MIB if way in m else "" for way in ways]
-            rows.append([m["model"], m["layout"], kind, *sizes, m.get("kernels without sizes", "")])
+            rows.append(
+                [m["model"], m["layout"], kind, *sizes, m.get("kernels without sizes") or ""]
+            )
     heads = ("model", "layout", "kind", "predicted MiB", "calls MiB", "profiler MiB", "unsized")
     return table(heads, rows)
