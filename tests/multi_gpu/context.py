@@ -43,12 +43,13 @@ def cases(options: Options) -> list[Case]:
 
 
 def long(model: str, tokens: int, parallel: ParallelConfig, exchange: str) -> RunConfig:
-    """Sequences of so many tokens; every layer recomputed, or one GPU could not hold it."""
+    """One sequence of so many tokens; every layer recomputed, or one GPU could not hold it."""
     return configuration(
         model,
         parallel,
         ranks=1,
         micro_batch=1,
+        micro_batches=1,
         overrides=(
             f"data.sequence_length={tokens}",
             f"mixers.{MIXER}.context_exchange={exchange}",

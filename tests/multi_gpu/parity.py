@@ -39,7 +39,7 @@ from tests.multi_gpu.cases import Case, Options, Values
 
 STEPS = 3
 FEW = 64
-"""Errors of so few numbers scatter: together they are allowed the largest of one rank's."""
+"""Errors of so few numbers scatter: those alike are allowed the largest of one rank's errors."""
 FLOOR = 2.0**-8
 """Relative, of a single number such as a loss: one rounding to bf16."""
 VECTOR_FLOOR = 1e-3
@@ -175,7 +175,7 @@ def train(
         if number == 0:
             first_gradients = [x.float().cpu() for x in input_gradients]
             for name, parameter in model.parameters():
-                shards[name].gradient = parameter.main_grad.detach().float().cpu()
+                shards[name].gradient = parameter.main_grad.detach().clone().cpu()
         norm, _ = clip_and_step(model.optimizer, model.config.optimizer.clip_grad_norm)  # type: ignore
         losses.append(loss_sum / tokens)
         norms.append(norm)
@@ -270,8 +270,15 @@ def compare(name: str, subject: Subject, layout: Layout, options: Options) -> Va
 
 
 def with_pooled_few(measured: list["Compared"]) -> list["Compared"]:
-    few = [m.plain / m.size for m in measured if m.few and m.size]
-    return [replace(m, plain=max(few) * m.size) if m.few and few else m for m in measured]
+    """Losses among themselves, gradient norms too, and parameters of few numbers."""
+    largest: dict[str, float] = {}
+    for m in measured:
+        if m.size:
+            largest[m.alike] = max(largest.get(m.alike, 0.0), m.plain / m.size)
+    return [
+        replace(m, plain=largest[m.alike] * m.size) if m.count <= FEW and m.size else m
+        for m in measured
+    ]
 
 
 @dataclass(frozen=True)
@@ -284,16 +291,14 @@ class Compared:
     size: float
     count: int
     """Of numbers compared."""
-    floor: float = 0.0
+    alike: str = ""
+    """What its errors are like, if there are few."""
+    floor: float = VECTOR_FLOOR
     """Relative to the size, allowed whatever one rank's error is."""
 
     @property
-    def few(self) -> bool:
-        return self.count <= FEW and not self.floor
-
-    @property
     def allowed(self) -> float:
-        return FACTOR * self.plain + max(self.floor, VECTOR_FLOOR) * self.size
+        return FACTOR * self.plain + self.floor * self.size
 
     @property
     def share(self) -> float:
@@ -313,7 +318,7 @@ class Compared:
 def numbers(seen: Seen, exact: Seen, plain: Seen) -> list[Compared]:
     """Losses and gradient norms of each step."""
     return [
-        Compared(f"{what} of step {step + 1}", abs(mine - e), abs(p - e), abs(e), 1, FLOOR)
+        Compared(f"{what} of step {step + 1}", abs(mine - e), abs(p - e), abs(e), 1, what, FLOOR)
         for what in ("losses", "norms")
         for step, (mine, e, p) in enumerate(
             zip(getattr(seen, what), getattr(exact, what), getattr(plain, what), strict=True)
@@ -370,4 +375,5 @@ def compared(what: str, mine: Tensor, exact: Tensor, plain: Tensor) -> Compared:
         float((plain - exact).norm()),
         float(exact.norm()),
         mine.numel(),
+        "few" if mine.numel() <= FEW else "many",
     )

@@ -1,6 +1,7 @@
 """Runs as a person starts them: stopped by a signal and resumed, on fewer GPUs or the same one."""
 
 import re
+import shutil
 import signal
 import time
 import traceback
@@ -44,11 +45,14 @@ def resumed_on_half(options: Options) -> Values:
     """In fp32, tensor-parallel on all GPUs; data-parallel on half of them. The losses go on."""
     all_gpus = ["parallel={tensor: 2, sequence: true}"]
     folder = options.out / "half"
-    straight = job(folder / "straight", options.gpus, "fp32", all_gpus).start()
-    stopped_at, run = stopped(job(folder / "resumed", options.gpus, "fp32", all_gpus))
-    resumed = job(run.run_dir, options.gpus // 2, "fp32", []).start()
-    assert resumed.wait() == FINISHED, resumed.log()[-5000:]
+    write_configs(folder, options, "fp32")
+    straight = Job(folder / "straight.yaml", folder / "straight", options.gpus, all_gpus).start()
+    # Not beside the other: two jobs of NCCL on the same GPUs wait for each other's turns.
     assert straight.wait() == FINISHED, straight.log()[-5000:]
+    run = Job(folder / "resumed.yaml", folder / "resumed", options.gpus, all_gpus)
+    stopped_at = stop(run)
+    resumed = Job(run.config, run.run_dir, options.gpus // 2).start()
+    assert resumed.wait() == FINISHED, resumed.log()[-5000:]
     losses, expected = losses_of(resumed.run_dir), losses_of(straight.run_dir)
     followed = range(1, stopped_at + FOLLOWED + 1)
     errors = {step: abs(losses[step] / expected[step] - 1) for step in followed}
@@ -62,10 +66,12 @@ def resumed_on_half(options: Options) -> Values:
 def bit_equal(options: Options) -> Values:
     """In bf16 on one GPU, with Triton's kernels: stopped and resumed, the run is the same."""
     folder, overrides = options.out / "deterministic", ["training.deterministic=true"]
+    write_configs(folder, options, "bf16")
     if options.device == "cuda":
-        overrides += triton_kernels(job(folder / "straight", 1, "bf16", []).config)
-    straight = job(folder / "straight", 1, "bf16", overrides).start()
-    stopped_at, run = stopped(job(folder / "resumed", 1, "bf16", overrides))
+        overrides += triton_kernels(folder / "straight.yaml")
+    straight = Job(folder / "straight.yaml", folder / "straight", 1, overrides).start()
+    run = Job(folder / "resumed.yaml", folder / "resumed", 1, overrides)
+    stopped_at = stop(run)
     resumed = run.start()
     assert resumed.wait() == FINISHED, resumed.log()[-5000:]
     assert straight.wait() == FINISHED, straight.log()[-5000:]
@@ -76,28 +82,32 @@ def bit_equal(options: Options) -> Values:
     return {"stopped after step": stopped_at, "equal steps": STEPS}
 
 
-def stopped(job: Job) -> tuple[int, Job]:
-    """The step after which a run saved and ended at SIGUSR1."""
+def stop(job: Job) -> int:
+    """Starts a run and stops it by SIGUSR1; the step after which it was saved."""
     job.start().wait_for_step(STOP_AT)
     job.process.send_signal(signal.SIGUSR1)
     code = job.wait()
     assert code == PREEMPTED, f"exit code {code} instead of {PREEMPTED}\n{job.log()[-5000:]}"
     step = last_step(job.run_dir)
     assert STOP_AT <= step < STEPS, f"stopped after step {step}"
-    return step, job
+    return step
 
 
-def job(run_dir: Path, ranks: int, precision: str, overrides: list[str]) -> Job:
-    """A small model of several mixers on a synthetic task."""
+def write_configs(folder: Path, options: Options, precision: str) -> None:
+    """Of two like runs: a small model of several mixers on a synthetic task."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    pattern = ["kla", "attention", "path", "sa", "log_linear", "gla"]
+    if options.device == "cpu":
+        pattern = pattern[:2]
     config = {
         "name": "job",
-        "run_dir": str(run_dir),
         "model": {
-            "layers": 6,
+            "layers": len(pattern),
             "hidden_size": 128,
             "ffn_hidden_size": 256,
             "vocab_size": 64,
-            "pattern": ["kla", "attention", "path", "sa", "log_linear", "gla"],
+            "pattern": pattern,
         },
         "mixers": {
             "kla": {"type": "kla", "heads": 2, "value_heads": 2, "key_dim": 64, "value_dim": 64},
@@ -117,12 +127,12 @@ def job(run_dir: Path, ranks: int, precision: str, overrides: list[str]) -> Job:
         },
         # Adam's epsilon lies above the rounding error of gradients.
         "optimizer": {"lr": 1e-3, "eps": 1e-3},
-        "training": {"steps": STEPS, "global_batch_tokens": 16 * 128, "precision": precision},
+        "training": {"steps": STEPS, "global_batch_tokens": 8 * 128, "precision": precision},
         "checkpoint": {"save_every_steps": 1000},
         "logging": {"tensorboard": False},
     }  # fmt: skip
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return Job(write_config(run_dir / "job.yaml", config), run_dir, ranks, overrides)
+    for name in ("straight", "resumed"):
+        write_config(folder / f"{name}.yaml", config | {"run_dir": str(folder / name)})
 
 
 def attention(kind: str) -> dict:

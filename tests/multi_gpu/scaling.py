@@ -53,10 +53,11 @@ def configuration(
     ranks: int,
     micro_batch: int,
     overrides: tuple[str, ...] = (),
+    micro_batches: int = MICRO_BATCHES,
 ) -> RunConfig:
-    """The model's, in bf16, with as many tokens for each GPU whatever the layout is."""
+    """The model's, in bf16, with as many tokens for each of the ranks whatever the layout is."""
     config = load_config(CONFIGS / f"{model}.yaml", [*overrides, "training.precision=bf16"])
-    tokens = ranks * MICRO_BATCHES * micro_batch * config.data.sequence_length
+    tokens = ranks * micro_batches * micro_batch * config.data.sequence_length
     training = {"micro_batch_sequences": micro_batch, "global_batch_tokens": tokens}
     return config.model_copy(
         update={
