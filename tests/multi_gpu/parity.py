@@ -226,12 +226,12 @@ def build(
 
 
 def configuration(subject: Subject, layout: Layout, bf16: bool) -> RunConfig:
-    """The contract's, with steps that move bf16 weights well beyond their rounding."""
+    """The contract's, with steps that move bf16 weights beyond their rounding."""
     config = subject.config(layout)
     mixers = config.mixers
     if not (bf16 and torch.cuda.is_available()):
         mixers = {name: plain_form(mixer) for name, mixer in mixers.items()}
-    optimizer = config.optimizer.model_copy(update={"lr": 1e-2})
+    optimizer = config.optimizer.model_copy(update={"lr": 1e-3})
     return config.model_copy(update={"mixers": mixers, "optimizer": optimizer})
 
 
