@@ -14,6 +14,8 @@ from tests.helpers.jobs import Job, history, last_step, rows, write_config
 from tests.multi_gpu.cases import Options, Outcome, Values, add
 
 STEPS = 60
+LIMIT_S = 120
+"""For a run."""
 STOP_AT = 10
 """The signal is sent when this step is logged; some more go by until it is heard."""
 FOLLOWED = 20
@@ -48,11 +50,11 @@ def resumed_on_half(options: Options) -> Values:
     write_configs(folder, options, "fp32")
     straight = Job(folder / "straight.yaml", folder / "straight", options.gpus, all_gpus).start()
     # Not beside the other: two jobs of NCCL on the same GPUs wait for each other's turns.
-    assert straight.wait() == FINISHED, straight.log()[-5000:]
+    assert straight.wait(LIMIT_S) == FINISHED, straight.log()[-5000:]
     run = Job(folder / "resumed.yaml", folder / "resumed", options.gpus, all_gpus)
     stopped_at = stop(run)
     resumed = Job(run.config, run.run_dir, options.gpus // 2).start()
-    assert resumed.wait() == FINISHED, resumed.log()[-5000:]
+    assert resumed.wait(LIMIT_S) == FINISHED, resumed.log()[-5000:]
     losses, expected = losses_of(resumed.run_dir), losses_of(straight.run_dir)
     followed = range(1, stopped_at + FOLLOWED + 1)
     errors = {step: abs(losses[step] / expected[step] - 1) for step in followed}
@@ -73,8 +75,8 @@ def bit_equal(options: Options) -> Values:
     run = Job(folder / "resumed.yaml", folder / "resumed", 1, overrides)
     stopped_at = stop(run)
     resumed = run.start()
-    assert resumed.wait() == FINISHED, resumed.log()[-5000:]
-    assert straight.wait() == FINISHED, straight.log()[-5000:]
+    assert resumed.wait(LIMIT_S) == FINISHED, resumed.log()[-5000:]
+    assert straight.wait(LIMIT_S) == FINISHED, straight.log()[-5000:]
     expected, found = history(straight.run_dir), history(resumed.run_dir)
     assert len(expected) == STEPS
     first = next((a[0] for a, b in zip(expected, found, strict=True) if a != b), None)
@@ -84,9 +86,9 @@ def bit_equal(options: Options) -> Values:
 
 def stop(job: Job) -> int:
     """Starts a run and stops it by SIGUSR1; the step after which it was saved."""
-    job.start().wait_for_step(STOP_AT)
+    job.start().wait_for_step(STOP_AT, LIMIT_S)
     job.process.send_signal(signal.SIGUSR1)
-    code = job.wait()
+    code = job.wait(LIMIT_S)
     assert code == PREEMPTED, f"exit code {code} instead of {PREEMPTED}\n{job.log()[-5000:]}"
     step = last_step(job.run_dir)
     assert STOP_AT <= step < STEPS, f"stopped after step {step}"
