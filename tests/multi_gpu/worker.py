@@ -26,7 +26,7 @@ from mixtron.launch.train import quiet_libraries
 from mixtron.megatron_ext.parallel import init_distributed
 from tests.multi_gpu.cases import Case, Options, Outcome, add, read
 
-CASE_LIMIT_S = 150
+CASE_LIMIT_S = 75
 GRACE_S = 20
 """How long the other ranks of a failed case may take to fail as well."""
 
