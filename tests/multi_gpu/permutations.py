@@ -36,7 +36,11 @@ def compare(layout: Layout, options: Options) -> Values:
     compare_permutations(chunks, ranks)
     batches = micro_batches(subject, layout, model)
     run_logits(model, batches)
-    step = 1 + int(ranks.world_rank == ranks.world_size - 1)
+    # So that every rank has one that differs in its first comparison, and none waits for the rest.
+    number, count = ranks.data_rank, ranks.data_size
+    if count == 1:
+        number, count = ranks.world_rank, ranks.world_size
+    step = 1 + int(number == count - 1)
     others = [replace(m, batch=replace(m.batch, step=step, _shared={})) for m in batches]
     try:
         run_logits(model, others)
