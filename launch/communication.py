@@ -31,6 +31,8 @@ class Communication:
     """Of NCCL's kernels: waiting for the other ranks is part of it."""
     exposed_s: dict[str, float] = field(default_factory=dict)
     """While no other kernel ran."""
+    computing_s: float = 0.0
+    """While other kernels ran."""
     unsized: dict[str, int] = field(default_factory=dict)
     """Kernels of NCCL that the trace gives no sizes for, or whose sizes mean nothing here: how many
     of each collective."""
@@ -86,7 +88,7 @@ def read_trace(path: Path) -> Communication:
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     nccl = [e for e in device if e["name"].startswith("nccl")]
     busy = Busy([e for e in device if not e["name"].startswith("nccl")])
-    found = Communication()
+    found = Communication(computing_s=busy.total / 1e6)
     for event in nccl:
         arguments = event["args"]
         kind = kind_of_group(arguments.get("Process Group Description", ""))
@@ -120,6 +122,10 @@ class Busy:
                 ends.append(end)
         self.starts, self.ends = np.array(starts), np.array(ends)
         self.before = np.concatenate([[0.0], np.cumsum(self.ends - self.starts)])
+
+    @property
+    def total(self) -> float:
+        return float(self.before[-1])
 
     def within(self, start: float, duration: float) -> float:
         return self._until(start + duration) - self._until(start)

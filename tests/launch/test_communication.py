@@ -39,6 +39,7 @@ def test_bytes_and_hidden_time_by_kind(tmp_path):
     assert found.sent_bytes == {"tensor": 2 * 3000, "data": 0.75 * 4000 * 2 + 0.75 * 1000 * 4}
     assert found.seconds == pytest.approx({"tensor": 20e-6, "data": 150e-6, "other": 20e-6})
     assert found.exposed_s == pytest.approx({"tensor": 10e-6, "data": 100e-6, "other": 20e-6})
+    assert found.computing_s == pytest.approx(250e-6)
     assert found.unsized == {"": 1, "gatherv": 1}
 
 

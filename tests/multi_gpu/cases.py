@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+CASE_LIMIT_S = 75
 Values = dict[str, object]
 """What a case measured, as JSON."""
 
@@ -17,16 +18,25 @@ class Options:
     device: str
     """cuda, or cpu: the debug models on gloo, to try the script out."""
     out: Path
+    parts: tuple[str, ...] = ()
+    """To be run by ranks, in order."""
     only: str = ""
     """A pattern in the names of the cases to run."""
+    until_s: float = float("inf")
+    """No case begins after this time, in seconds since the epoch."""
 
-    def for_worker(self) -> list[str]:
-        return [str(self.gpus), self.device, str(self.out), self.only]
+    @property
+    def results(self) -> Path:
+        return self.out / "results.jsonl"
 
-    @classmethod
-    def of_worker(cls, arguments: list[str]) -> "Options":
-        gpus, device, out, only = arguments
-        return cls(int(gpus), device, Path(out), only)
+    @property
+    def under_way(self) -> Path:
+        """Names part and case that the ranks are at."""
+        return self.out / "under_way.json"
+
+
+class Differs(AssertionError):
+    """What was compared differs; the ranks themselves are sound and may go on."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class Outcome:
     part: str
     case: str
     passed: bool
-    seconds: float
+    seconds: float = 0.0
     error: str = ""
     values: list[Values] = field(default_factory=list)
     """By rank."""

@@ -4,12 +4,12 @@ from dataclasses import replace
 from functools import partial
 
 from mixtron.megatron_ext.model import build_model
-from mixtron.megatron_ext.parallel import init_distributed, init_model_parallel
 from mixtron.megatron_ext.permutation_check import PermutationMismatch, compare_permutations
 from tests.contract.cases import CP2, ONE_RANK, TP2, Layout
 from tests.contract.cases import Case as Subject
 from tests.contract.steps import Model, micro_batches, run_logits
-from tests.multi_gpu.cases import Case, Options, Values
+from tests.multi_gpu.cases import Case, Differs, Options, Values
+from tests.multi_gpu.groups import ranks_of
 
 
 def cases(options: Options) -> list[Case]:
@@ -26,9 +26,7 @@ def compare(layout: Layout, options: Options) -> Values:
     # One document on every rank: data ranks draw alike for documents of one length.
     subject = Subject("stochastic", ((64,),) * 2 * data)
     config, parallel = subject.config(layout), layout.parallel
-    ranks = init_model_parallel(
-        parallel.tensor, context=parallel.context, seed=1, device=init_distributed()
-    )
+    ranks = ranks_of(parallel)
     chunks = build_model(
         config.model, config.mixers, parallel, ranks, seed=3, bf16=True, max_tokens=64
     )
@@ -46,4 +44,4 @@ def compare(layout: Layout, options: Options) -> Values:
         run_logits(model, others)
     except PermutationMismatch as error:
         return {"seen": str(error)}
-    raise AssertionError("a rank that draws other permutations is not seen")
+    raise Differs("a rank that draws other permutations is not seen")

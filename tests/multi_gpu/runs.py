@@ -31,7 +31,7 @@ def run_all(options: Options) -> None:
         "deterministic: resumed run bit-equal on one GPU": bit_equal,
     }.items():
         if re.search(options.only, name):
-            add(options.out / "runs.jsonl", outcome_of(name, check, options))
+            add(options.results, outcome_of(name, check, options))
 
 
 def outcome_of(name: str, check: Callable[[Options], Values], options: Options) -> Outcome:

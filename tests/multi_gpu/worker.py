@@ -1,6 +1,6 @@
-"""One rank of a part: runs its cases one after the other in one process, under torchrun.
+"""One rank: runs the cases of all parts one after the other in one process, under torchrun.
 
-    python -m torch.distributed.run --nproc-per-node N -m tests.multi_gpu.worker PART OPTIONS...
+    python -m torch.distributed.run --nproc-per-node N -m tests.multi_gpu.worker OPTIONS
 
 A case that raises on all ranks is noted, and the next one runs. When it raises on some only, the
 others may wait for it for ever: all end, and are started again for the cases that are left.
@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import pickle
 import re
 import sys
 import time
@@ -24,9 +25,8 @@ from megatron.core import parallel_state
 
 from mixtron.launch.train import quiet_libraries
 from mixtron.megatron_ext.parallel import init_distributed
-from tests.multi_gpu.cases import Case, Options, Outcome, add, read
+from tests.multi_gpu.cases import CASE_LIMIT_S, Case, Differs, Options, Outcome, add, read
 
-CASE_LIMIT_S = 75
 GRACE_S = 20
 """How long the other ranks of a failed case may take to fail as well."""
 
@@ -63,6 +63,12 @@ class World:
             dist.destroy_process_group()
         self.alone = None
 
+    def agreed(self, name: str, first_says: bool) -> bool:
+        """What rank 0 says."""
+        if self.rank == 0:
+            self.store.set(name, json.dumps(first_says))
+        return json.loads(self.store.get(name))
+
     def exchange(self, name: str, mine: dict, limit_s: float) -> list[dict]:
         """What each rank says of a case. Raises dist.DistStoreError when one stays silent."""
         self.store.set(f"{name}/{self.rank}", json.dumps(mine))
@@ -71,31 +77,32 @@ class World:
         return [json.loads(self.store.get(key)) for key in keys]
 
 
-def main(part: str, options: Options) -> None:
+def main(options: Options) -> None:
     quiet_libraries()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    module = importlib.import_module(f"tests.multi_gpu.{part}")
-    path = options.out / f"{part}.jsonl"
-    done = {outcome.case for outcome in read(path)}
+    done = {(outcome.part, outcome.case) for outcome in read(options.results)}
     world = World()
-    # Worlds of one first: changing between them and the world of all takes seconds.
-    cases = sorted(module.cases(options), key=lambda case: not case.alone)
-    for number, case in enumerate(cases):
-        if case.name not in done and re.search(options.only, case.name):
-            outcome = run(part, number, case, world, options)
+    for part in options.parts:
+        for case in importlib.import_module(f"tests.multi_gpu.{part}").cases(options):
+            if (part, case.name) in done or not re.search(options.only, case.name):
+                continue
+            if world.agreed(f"{part}/{case.name}/late", time.time() > options.until_s):
+                outcome = Outcome(part, case.name, False, error="not run: out of time")
+            else:
+                outcome = run(part, case, world, options)
             if world.rank == 0:
-                add(path, outcome)
+                add(options.results, outcome)
                 status = "passed" if outcome.passed else f"FAILED\n{outcome.error}"
                 print(f"{part}: {case.name}: {outcome.seconds:.1f} s {status}", flush=True)
     world.leave()
 
 
-def run(part: str, number: int, case: Case, world: World, options: Options) -> Outcome:
+def run(part: str, case: Case, world: World, options: Options) -> Outcome:
     """Ends the process when the ranks no longer agree."""
     if world.rank == 0:
-        (options.out / f"{part}.running").write_text(case.name)
+        options.under_way.write_text(json.dumps([part, case.name]))
     started = time.perf_counter()
-    error, values = "", {}
+    error, values, sound = "", {}, True
     # A rank that hangs says where, and ends all.
     faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
     try:
@@ -103,17 +110,18 @@ def run(part: str, number: int, case: Case, world: World, options: Options) -> O
         values = case.run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    except Exception:
-        error = traceback.format_exc()
+    except Exception as caught:
+        error, sound = traceback.format_exc(), isinstance(caught, Differs)
     faulthandler.cancel_dump_traceback_later()
     limit_s = GRACE_S if error else CASE_LIMIT_S
     try:
-        all_said = world.exchange(f"case-{number}", {"error": error, "values": values}, limit_s)
+        mine = {"error": error, "values": values, "sound": sound}
+        all_said = world.exchange(f"{part}/{case.name}", mine, limit_s)
     except dist.DistError:
         print(f"rank {world.rank}: {case.name}: {error or 'another rank is silent'}", flush=True)
         os._exit(1)
     errors = [f"rank {r}: {said['error']}" for r, said in enumerate(all_said) if said["error"]]
-    if errors:
+    if not all(said["sound"] for said in all_said):
         forget_groups(world, "\n".join(errors))
     gc.collect()  # models are full of cycles
     if torch.cuda.is_available():
@@ -138,5 +146,4 @@ def forget_groups(world: World, error: str) -> None:
 
 
 if __name__ == "__main__":
-    name, *arguments = sys.argv[1:]
-    main(name, Options.of_worker(arguments))
+    main(pickle.loads(bytes.fromhex(sys.argv[1])))
