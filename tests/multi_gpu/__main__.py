@@ -1,6 +1,6 @@
 """Checks and measures on the GPUs of one host what the other tests cannot see on CPUs.
 
-    python -m tests.multi_gpu --out OUT [--gpus 2] [--parts scaling,context,parity,slower,large,runs]
+    python -m tests.multi_gpu --out OUT [--parts scaling,context,parity,slower,large,runs]
 
 parity: every mixer under every kind of parallelism through NCCL, bf16, against one GPU.
 runs: `mixtron train` stopped by a signal on all GPUs, resumed on half of them; deterministic mode.
