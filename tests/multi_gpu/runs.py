@@ -14,7 +14,7 @@ from tests.helpers.jobs import Job, history, last_step, rows, write_config
 from tests.multi_gpu.cases import Options, Outcome, Values, add
 
 STEPS = 60
-LIMIT_S = 120
+LIMIT_S = 180
 """For a run."""
 STOP_AT = 10
 """The signal is sent when this step is logged; some more go by until it is heard."""
