@@ -73,11 +73,13 @@ def bit_equal(options: Options) -> Values:
         overrides += triton_kernels(folder / "straight.yaml")
     straight = Job(folder / "straight.yaml", folder / "straight", 1, overrides).start()
     run = Job(folder / "resumed.yaml", folder / "resumed", 1, overrides)
-    stopped_at = stop(run)
-    resumed = run.start()
-    assert resumed.wait(LIMIT_S) == FINISHED, resumed.log()[-5000:]
-    assert straight.wait(LIMIT_S) == FINISHED, straight.log()[-5000:]
-    expected, found = history(straight.run_dir), history(resumed.run_dir)
+    try:
+        stopped_at = stop(run)
+        assert run.start().wait(LIMIT_S) == FINISHED, run.log()[-5000:]
+        assert straight.wait(LIMIT_S) == FINISHED, straight.log()[-5000:]
+    finally:
+        straight.kill()
+    expected, found = history(straight.run_dir), history(run.run_dir)
     assert len(expected) == STEPS
     first = next((a[0] for a, b in zip(expected, found, strict=True) if a != b), None)
     assert first is None, f"stopped after step {stopped_at}; step {first} differs"
@@ -86,9 +88,12 @@ def bit_equal(options: Options) -> Values:
 
 def stop(job: Job) -> int:
     """Starts a run and stops it by SIGUSR1; the step after which it was saved."""
-    job.start().wait_for_step(STOP_AT, LIMIT_S)
-    job.process.send_signal(signal.SIGUSR1)
-    code = job.wait(LIMIT_S)
+    try:
+        job.start().wait_for_step(STOP_AT, LIMIT_S)
+        job.process.send_signal(signal.SIGUSR1)
+        code = job.wait(LIMIT_S)
+    finally:
+        job.kill()
     assert code == PREEMPTED, f"exit code {code} instead of {PREEMPTED}\n{job.log()[-5000:]}"
     step = last_step(job.run_dir)
     assert STOP_AT <= step < STEPS, f"stopped after step {step}"

@@ -4,6 +4,8 @@ from mixtron.kernels.measure import table
 from tests.multi_gpu.cases import Outcome, Values
 
 MIB = 2**20
+NEGLIGIBLE = 2**14
+"""Bytes: losses, norms and flags that ranks agree on."""
 
 
 def report(outcomes: list[Outcome]) -> str:
@@ -72,10 +74,11 @@ def traffic_table(measured: list[Values]) -> str:
     ways = ("predicted bytes", "counted bytes", "profiled bytes")
     rows = []
     for m in measured:
-        for kind in sorted({kind for way in ways for kind in m.get(way, {})}):
-            sizes = [m[way].get(kind, 0.0) / MIB if way in m else "" for way in ways]
+        sizes = [m.get(way, {}) for way in ways]
+        for kind in sorted({k for by_kind in sizes for k, v in by_kind.items() if v > NEGLIGIBLE}):
+            found = [m[way].get(kind, 0.0) / MIB if way in m else "" for way in ways]
             rows.append(
-                [m["model"], m["layout"], kind, *sizes, m.get("kernels without sizes") or ""]
+                [m["model"], m["layout"], kind, *found, m.get("kernels without sizes") or ""]
             )
     heads = ("model", "layout", "kind", "predicted MiB", "calls MiB", "profiler MiB", "unsized")
     return table(heads, rows)
