@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mixtron.launch.communication import kind_of_group, ring_bytes
 from mixtron.launch.config import load_config
 from mixtron.launch.data import Sample
 from mixtron.launch.micro_batch import collate, run_micro_batches
 from mixtron.megatron_ext.model import build_model
 from mixtron.megatron_ext.optimizer import build_optimizer, clip_and_step, wrap_model
 from mixtron.megatron_ext.parallel import init_distributed, init_model_parallel
+from tests.multi_gpu.communication import kind_of_group, ring_bytes
 
 
 class SentBytes(TorchDispatchMode):

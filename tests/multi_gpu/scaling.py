@@ -3,11 +3,11 @@
 from functools import partial
 
 from mixtron.launch.config import RunConfig, load_config
-from mixtron.launch.step_bench import build, measure, profile
 from mixtron.launch.traffic import bytes_sent_per_step
 from mixtron.megatron_ext.config import ParallelConfig
 from tests.contract.cases import CONFIGS
 from tests.launch.counted_traffic import SentBytes
+from tests.multi_gpu.bench import build, measure, profile
 from tests.multi_gpu.cases import Case, Options, Values
 
 MODELS = {"attention_400m": 4, "kla_400m": 4}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mixtron.launch.communication import kind_of_group, read_trace, ring_bytes
+from tests.multi_gpu.communication import kind_of_group, read_trace, ring_bytes
 
 
 def kernel(name: str, start_us: float, duration_us: float, **arguments) -> dict:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from mixtron.launch.config import load_config
-from mixtron.launch.step_bench import build, measure
 from mixtron.megatron_ext.errors import ConfigError
 from tests.helpers.ranks import run_on_ranks
+from tests.multi_gpu.bench import build, measure
 
 CONFIG = Path(__file__).parents[2] / "configs/debug_kla.yaml"
 

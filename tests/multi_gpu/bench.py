@@ -1,12 +1,6 @@
-"""How fast a config's steps are, on random tokens: no corpus, no checkpoints.
-
-One rank, or several under torchrun:
-
-    python -m mixtron.launch.step_bench configs/kla_400m.yaml training.global_batch_tokens=65536
-"""
+"""How fast a config's steps are, on random tokens, and what a rank communicates in one."""
 
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -19,15 +13,14 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from mixtron.launch.agreement import gather
 from mixtron.launch.checks import check, check_device
-from mixtron.launch.communication import Communication, read_trace
-from mixtron.launch.config import RunConfig, load_config
+from mixtron.launch.config import RunConfig
 from mixtron.launch.loop import speed
 from mixtron.launch.micro_batch import MicroBatch, collate, run_micro_batches
 from mixtron.launch.sample_stream import Sample
-from mixtron.launch.train import quiet_libraries
 from mixtron.megatron_ext.model import build_model
 from mixtron.megatron_ext.optimizer import build_optimizer, clip_and_step, wrap_model
 from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
+from tests.multi_gpu.communication import Communication, read_trace
 
 
 @dataclass
@@ -124,19 +117,3 @@ def profile(bench: Bench) -> Communication:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         return read_trace(path)
-
-
-def main(argv: list[str]) -> None:
-    """CONFIG [key.path=value ...]; rank 0 prints what was measured."""
-    quiet_libraries()
-    path, *overrides = argv
-    bench = build(load_config(path, overrides))
-    values = measure(bench)
-    if bench.ranks.is_first:
-        for name, value in values.items():
-            print(f"{name} {value:,.4g}")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
