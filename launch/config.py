@@ -134,6 +134,8 @@ class TrainingConfig(Section):
     """0 evaluates only at the end (when there are validation sets)."""
     max_skipped_steps: Count = 10
     """Steps in a row with a non-finite loss or gradient that are skipped before the run stops."""
+    deterministic: bool = False
+    """The same bits from run to run on the same GPUs and layout, at some cost in speed."""
     debug: bool = False
     """Compare over ranks, at every step, the permutations that stochastic mixers draw."""
     max_duration_s: PositiveFloat | None = None

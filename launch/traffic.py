@@ -33,7 +33,8 @@ def stage_traffic(config: RunConfig, world_size: int, stage: int) -> dict[str, f
     return {kind: sent for kind, sent in kinds.items() if sent}
 
 
-def _ring(ranks: int) -> float:
+def ring(ranks: int) -> float:
+    """The part of a tensor that a ring over some ranks sends from each of them."""
     return (ranks - 1) / ranks
 
 
@@ -58,7 +59,7 @@ def _tensor(config: RunConfig, stage: int) -> float:
     if stage == parallel.pipeline - 1:
         # The output layer: all-reduce of its input's gradient, or as any other projection.
         exchanges += 2 + again
-    return exchanges * _ring(parallel.tensor) * _sequence_bytes(config)
+    return exchanges * ring(parallel.tensor) * _sequence_bytes(config)
 
 
 def _context(config: RunConfig, stage: int) -> float:
@@ -106,4 +107,4 @@ def _data(config: RunConfig, world_size: int, stage: int) -> float:
     ranks that hold the same parameters (data x context)."""
     replicas = world_size // (config.parallel.tensor * config.parallel.pipeline)
     held = stage_parameters(config, stage)
-    return held * (4 + element_bytes(config)) * _ring(replicas)
+    return held * (4 + element_bytes(config)) * ring(replicas)

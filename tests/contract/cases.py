@@ -89,16 +89,20 @@ class Case:
     norm: str = "rmsnorm"
     fault: str | None = None
     """A fault of `faults.py` that is put into the code under test."""
+    name: str = ""
+    """Of the file in configs/ when it is not the mixer's debug configuration."""
+    overrides: tuple[str, ...] = ()
 
     def config(self, layout: Layout) -> RunConfig:
-        """The mixer's debug configuration under a layout.
+        """The mixer's configuration under a layout.
 
         Its matrices are drawn wider (0.5/sqrt(width) rather than 0.02), so that every nonlinearity
         bends. Adam's epsilon lies above the rounding error of gradients, because m/(sqrt(v)+eps)
         otherwise makes full steps out of noise and no two layouts stay together; the learning rate
         is small enough for rounding errors to stay small over the steps.
         """
-        config = load_config(CONFIGS / f"debug_{self.mixer}.yaml")
+        name = self.name or f"debug_{self.mixer}"
+        config = load_config(CONFIGS / f"{name}.yaml", list(self.overrides))
         model = {
             "init_std": 0.5 * config.model.hidden_size**-0.5,
             "tied_embeddings": self.tied,

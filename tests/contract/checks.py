@@ -81,7 +81,7 @@ def check_logits(reference: RankResult, results: list[RankResult]) -> None:
     for rank, result in enumerate(results):
         if result.logits:
             seen += 1
-            mine = _local_tokens(expected, result, len(result.logits))
+            mine = local_tokens(expected, result, len(result.logits))
             _assert_close(torch.cat(result.logits), mine, f"rank {rank}: logits")
     assert seen, "no rank returned logits"
 
@@ -93,7 +93,7 @@ def check_input_gradients(reference: RankResult, results: list[RankResult]) -> N
     for rank, result in enumerate(results):
         if result.input_gradients:
             seen += 1
-            mine = _local_tokens(expected, result, len(result.input_gradients))
+            mine = local_tokens(expected, result, len(result.input_gradients))
             actual = torch.cat(result.input_gradients)
             if len(actual) != len(mine):  # sequence parallelism: a share of each micro-batch
                 shares = mine.unflatten(0, (len(result.input_gradients), result.tensor_size, -1))
@@ -107,10 +107,10 @@ def check_gradients(reference: RankResult, results: list[RankResult]) -> None:
     total = reference.gradient_norm
     wrong = []
     for rank, name, shard, result in _all_shards(reference, results):
-        expected = local_slice(_gradient(reference.shards[name]), shard, result)
+        expected = local_slice(gradient(reference.shards[name]), shard, result)
         parts = zip(
-            _components(_gradient(shard), shard, result),
-            _components(expected, shard, result),
+            components(gradient(shard), shard, result),
+            components(expected, shard, result),
             strict=True,
         )
         for part, (actual, wanted) in zip(shard.components or [""], parts, strict=True):
@@ -275,10 +275,10 @@ def check_padding(case: Case, layout: Layout, unpadded: Case) -> None:
             rows = len(shard.value)
             used = min(max(shard.used_rows - result.tensor_rank * rows, 0), rows)
             assert not shard.value[used:].any(), f"{name}: padding does not start at zero"
-            assert not _gradient(shard)[used:].any(), f"{name}: padding has a gradient"
+            assert not gradient(shard)[used:].any(), f"{name}: padding has a gradient"
             first = result.tensor_rank * rows
-            wanted = _gradient(reference.shards[name])[first : first + used]
-            _assert_close(_gradient(shard)[:used], wanted, f"gradient of {name}")
+            wanted = gradient(reference.shards[name])[first : first + used]
+            _assert_close(gradient(shard)[:used], wanted, f"gradient of {name}")
     check_loss(reference, results_of(case, layout))
     limit = case.config(layout).optimizer.clip_grad_norm
     check_gradient_norm(limit, reference, results_of(case, layout))
@@ -294,7 +294,7 @@ def local_slice(full: Tensor, shard: Shard, result: RankResult) -> Tensor:
     return torch.cat(mine, dim=shard.tensor_dim)
 
 
-def _components(local: Tensor, shard: Shard, result: RankResult) -> tuple[Tensor, ...]:
+def components(local: Tensor, shard: Shard, result: RankResult) -> tuple[Tensor, ...]:
     if not shard.components:
         return (local,)
     sizes = [size // result.tensor_size for size in shard.components.values()]
@@ -310,12 +310,12 @@ def _all_shards(reference: RankResult, results: list[RankResult]):
             yield rank, name, shard, result
 
 
-def _gradient(shard: Shard) -> Tensor:
+def gradient(shard: Shard) -> Tensor:
     assert shard.gradient is not None
     return shard.gradient
 
 
-def _local_tokens(stream: Tensor, result: RankResult, micro_batches: int) -> Tensor:
+def local_tokens(stream: Tensor, result: RankResult, micro_batches: int) -> Tensor:
     """This rank's rows of [all tokens of all sequences, ...]: micro-batches dealt to data ranks in
     turn, each split over context ranks."""
     shape = (micro_batches, result.data_size, result.context_size, -1)

@@ -101,17 +101,8 @@ class Job:
             self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to every process of the job at once, as when a node dies."""
-        try:
-            launcher = psutil.Process(self.process.pid)
-            victims = [launcher, *launcher.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return
-        for victim in victims:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                victim.kill()
-        psutil.wait_procs(victims[1:], timeout=20)
-        self.process.wait()
+        """As when a node dies."""
+        kill_with_children(self.process)
 
     def wait_for_step(self, step: int, timeout_s: float = 400) -> None:
         deadline = time.monotonic() + timeout_s
@@ -122,6 +113,20 @@ class Job:
 
     def log(self) -> str:
         return (self.run_dir / "log.txt").read_text()
+
+
+def kill_with_children(process: subprocess.Popen) -> None:
+    """SIGKILL to a launcher and all that it started, at once; waits for it."""
+    try:
+        launcher = psutil.Process(process.pid)
+        victims = [launcher, *launcher.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for victim in victims:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
+    psutil.wait_procs(victims[1:], timeout=20)
+    process.wait()
 
 
 def rows(run_dir: Path) -> list[dict]:

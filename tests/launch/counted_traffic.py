@@ -14,34 +14,34 @@ from mixtron.launch.micro_batch import collate, run_micro_batches
 from mixtron.megatron_ext.model import build_model
 from mixtron.megatron_ext.optimizer import build_optimizer, clip_and_step, wrap_model
 from mixtron.megatron_ext.parallel import init_distributed, init_model_parallel
+from tests.multi_gpu.communication import kind_of_group, ring_bytes
 
 
 class SentBytes(TorchDispatchMode):
-    """Sums what a ring would send; the first argument of a collective is its output."""
+    """Sums what a ring would send, by kind; a collective's first argument is its output, also where
+    it is its input as well."""
 
     def __init__(self):
         super().__init__()
-        self.total = 0.0
+        self.by_kind: dict[str, float] = {}
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_kind.values())
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function).removeprefix("c10d.")
         if name != str(function):
             [group] = [a for a in args if isinstance(a, torch.ScriptObject)][:1]
-            self.total += self._sent(name, args, dist.ProcessGroup.unbox(group).size())
+            group = dist.ProcessGroup.unbox(group)
+            kind = kind_of_group(group.group_desc)
+            sent = self._sent(name, args, group.size())
+            self.by_kind[kind] = self.by_kind.get(kind, 0.0) + sent
         return function(*args, **(kwargs or {}))
 
     def _sent(self, name: str, args: tuple, ranks: int) -> float:
-        if name.startswith(("recv", "barrier")):
-            return 0.0
-        if name.startswith(("send", "broadcast")):
-            return _nbytes(args[0]) if ranks > 1 else 0.0
-        ring = (ranks - 1) / ranks
-        if name.startswith("allreduce"):
-            return 2 * ring * _nbytes(args[0])
-        if "reduce_scatter" in name:
-            return ring * _nbytes(args[1])
-        assert "allgather" in name or "alltoall" in name, name
-        return ring * _nbytes(args[0])
+        size = _nbytes(args[1] if "reduce_scatter" in name else args[0])
+        return ring_bytes(name, size, size, ranks)
 
 
 def _nbytes(tensors) -> int:

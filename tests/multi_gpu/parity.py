@@ -1,0 +1,380 @@
+"""Every mixer under every kind of parallelism, in bf16, against one rank.
+
+The exact result is one rank's in fp32, with the weights that bf16 has. Under a layout the error
+may be at most twice that of one rank's run in bf16, as for kernels (tests/helpers/numerics.py).
+Compared are the logits, the gradients of the first layer's input and of every parameter, and, over
+some optimizer steps, losses, gradient norms and weights: gradients are reduced beside backward and
+weights gathered beside the next forward, which no CPU run does.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mixtron.launch.config import RunConfig
+from mixtron.megatron_ext.config import ParallelConfig
+from mixtron.megatron_ext.mixers import mixer_configs
+from mixtron.megatron_ext.model import build_model
+from mixtron.megatron_ext.optimizer import build_optimizer, clip_and_step, wrap_model
+from tests.contract.cases import FOUR, MIXERS, ONE_RANK, TP2, Layout
+from tests.contract.cases import Case as Subject
+from tests.contract.checks import components, gradient, local_slice, local_tokens
+from tests.contract.faults import injected
+from tests.contract.steps import (
+    Model,
+    RankResult,
+    accumulate_gradients,
+    micro_batches,
+    record_input_gradients,
+    run_logits,
+)
+from tests.helpers.numerics import FACTOR
+from tests.multi_gpu import permutations
+from tests.multi_gpu.cases import Case, Differs, Options, Values
+from tests.multi_gpu.groups import ranks_of
+
+STEPS = 2
+"""In the second one gradients are reduced beside backward: the first learns their order."""
+FEW = 64
+"""Errors of so few numbers scatter: those alike are allowed the largest of one rank's, relative to
+the size, and FEW_FLOOR."""
+FEW_FLOOR = 0.3
+"""A contribution that is missing or doubled is half of the size or more."""
+FLOOR = 2.0**-8
+"""Relative, of a single number such as a loss: one rounding to bf16."""
+VECTOR_FLOOR = 1e-3
+"""Relative, of a norm: a quarter of a rounding, where one rank happens to make no error at all."""
+KERNEL_SUBJECTS = {
+    "kla": "kla_400m",
+    "softmax_attention": "attention_400m",
+    "path": "path_400m",
+    "stochastic": "sa_swa_400m",
+    "log_linear": "log_linear_400m",
+}
+"""Configurations whose shapes the GPU kernels are made for, with two of their layers."""
+CONTROLS = {"partial replicated gradient": TP2, "mean of means": ONE_RANK}
+"""Faults that must be found in bf16 too, and under which layout."""
+KERNEL_LAYOUTS = ("tp2 sp", "cp2", "dp")
+LONG = ((400, 1, 367, 256), (1024,), (256, 1, 255, 512), (7, 1017))
+
+
+@dataclass
+class Seen:
+    """What a rank saw of some steps."""
+
+    first: RankResult
+    """The first step, with the initial weights."""
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    """After the last step."""
+
+
+def cases(options: Options) -> list[Case]:
+    found = subjects(options)
+    names = list(found)
+    references = [
+        Case(
+            f"one rank: {', '.join(names[i : i + n])}",
+            partial(refer, names[i : i + n], found, options),
+            True,
+        )
+        for n in [options.gpus]
+        for i in range(0, len(names), n)
+    ]
+    compared = [
+        Case(f"{name}: {layout.name}", partial(compare, name, subject, layout, options))
+        for layout in layouts(options.gpus)
+        for name, subject in found.items()
+        if layout.parallel.context == 1 or mixer_configs()[subject.mixer].context_parallel
+        if not subject.name or layout.name.startswith(KERNEL_LAYOUTS)
+    ]
+    controls = [
+        Case(f"control: {fault}", partial(catch, fault, layout, options))
+        for fault, layout in CONTROLS.items()
+    ]
+    return [*references, *compared, *controls, *permutations.cases(options)]
+
+
+def subjects(options: Options) -> dict[str, Subject]:
+    documents = FOUR * max(1, options.gpus // 2)
+    found = {mixer: Subject(mixer, documents) for mixer in MIXERS}
+    if options.device == "cuda":
+        for mixer, name in KERNEL_SUBJECTS.items():
+            long = LONG * max(1, options.gpus // 2)
+            overrides = ("model.layers=2", "model.vocab_size=500", "data.sequence_length=1024")
+            found[name] = Subject(mixer, long, name=name, overrides=overrides)
+    return found
+
+
+def layouts(gpus: int) -> list[Layout]:
+    """All of `gpus`, which divides by two: what is not split over models is data-parallel."""
+    kinds = {
+        "tp2": ParallelConfig(tensor=2),
+        "tp2 sp": ParallelConfig(tensor=2, sequence=True),
+        "cp2": ParallelConfig(context=2),
+        "pp2": ParallelConfig(pipeline=2),
+        "dp": ParallelConfig(),
+    }
+    if gpus >= 4:
+        kinds["tp2 sp cp2"] = ParallelConfig(tensor=2, sequence=True, context=2)
+        kinds["tp2 sp pp2"] = ParallelConfig(tensor=2, sequence=True, pipeline=2)
+    if gpus >= 8:
+        kinds["tp2 sp pp2 cp2"] = ParallelConfig(tensor=2, sequence=True, pipeline=2, context=2)
+    return [
+        spread(name, parallel, gpus // parallel.model_ranks) for name, parallel in kinds.items()
+    ]
+
+
+def spread(name: str, parallel: ParallelConfig, data: int) -> Layout:
+    """Two micro-batches on each data rank, of two sequences or of one."""
+    sequences = 2 if data == 1 or parallel.model_ranks > 1 else 1
+    return Layout(f"{name} x dp{data}", parallel, data, sequences_per_micro_batch=sequences)
+
+
+def refer(names: list[str], found: dict[str, Subject], options: Options) -> Values:
+    """One rank's runs, of another subject on each rank; kept in files."""
+    rank = int(os.environ["RANK"])
+    if rank >= len(names):
+        return {}
+    return keep_reference(names[rank], found[names[rank]], options)
+
+
+def keep_reference(name: str, subject: Subject, options: Options) -> Values:
+    layout = spread("one rank", ParallelConfig(), 1)
+    plain = train(subject, layout, bf16=True)
+    start = {name: shard.value for name, shard in plain.first.shards.items()}
+    exact = train(subject, layout, bf16=False, start=start)
+    torch.save((exact, plain), reference_file(name, options))
+    return {"losses": exact.losses, "losses in bf16": plain.losses}
+
+
+def reference_file(name: str, options: Options) -> Path:
+    return options.out / f"reference-{name}.pt"
+
+
+def catch(fault: str, layout: Layout, options: Options) -> Values:
+    """With a fault in the code, `compare` must find that something differs."""
+    sound = subjects(options)["softmax_attention"]
+    layout = spread(layout.name, layout.parallel, options.gpus // layout.parallel.model_ranks)
+    try:
+        with injected(fault):
+            compare("softmax_attention", sound, layout, options)
+    except Differs as error:
+        return {"found": str(error).splitlines()[0]}
+    raise Differs(f"{fault} is not found")
+
+
+def train(
+    subject: Subject, layout: Layout, *, bf16: bool, start: dict[str, Tensor] | None = None
+) -> Seen:
+    """Some optimizer steps on the same sequences, with everything of the first one."""
+    model = build(subject, layout, bf16=bf16, start=start)
+    batches = micro_batches(subject, layout, model)
+    shards = model.shards()
+    for shard in shards.values():
+        shard.value = shard.value.cpu()
+    logits = [x.cpu() for x in run_logits(model, batches)]
+    input_gradients = record_input_gradients(model)
+    losses, norms = [], []
+    for number in range(STEPS):
+        loss_sum, tokens = accumulate_gradients(model, batches)
+        if number == 0:
+            first_gradients = [x.float().cpu() for x in input_gradients]
+            for name, parameter in model.parameters():
+                shards[name].gradient = parameter.main_grad.detach().clone().cpu()
+        norm, _ = clip_and_step(model.optimizer, model.config.optimizer.clip_grad_norm)  # type: ignore
+        losses.append(loss_sum / tokens)
+        norms.append(norm)
+    for chunk in model.wrapped:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+    ranks = model.ranks
+    first = RankResult(
+        ranks.tensor_rank,
+        ranks.tensor_size,
+        ranks.context_rank,
+        ranks.context_size,
+        ranks.data_rank,
+        ranks.data_size,
+        logits,
+        first_gradients,
+        losses[0],
+        shards,
+        norms[0],
+        clipped_norm=0.0,
+    )
+    weights = {name: p.detach().float().cpu() for name, p in model.parameters()}
+    return Seen(first, losses, norms, weights)
+
+
+def build(
+    subject: Subject, layout: Layout, *, bf16: bool, start: dict[str, Tensor] | None
+) -> Model:
+    config, parallel = configuration(subject, layout, bf16), layout.parallel
+    ranks = ranks_of(parallel)
+    tokens = max(map(sum, subject.documents)) * layout.sequences_per_micro_batch
+    sizes = {"seed": 3, "bf16": bf16, "max_tokens": tokens}
+    chunks = build_model(config.model, config.mixers, parallel, ranks, **sizes)
+    model = Model(config, ranks, wrap_model(chunks, parallel, ranks), None)
+    if start is not None:
+        with torch.no_grad():
+            for name, parameter in model.parameters():
+                parameter.copy_(start[name])
+    model.optimizer = build_optimizer(model.wrapped, config.optimizer, ranks, bf16=bf16)
+    return model
+
+
+def configuration(subject: Subject, layout: Layout, bf16: bool) -> RunConfig:
+    """The contract's, with steps that move bf16 weights beyond their rounding."""
+    config = subject.config(layout)
+    mixers = config.mixers
+    if not (bf16 and torch.cuda.is_available()):
+        mixers = {name: plain_form(mixer) for name, mixer in mixers.items()}
+    optimizer = config.optimizer.model_copy(update={"lr": 1e-3})
+    return config.model_copy(update={"mixers": mixers, "optimizer": optimizer})
+
+
+def plain_form(mixer):
+    """A mixer by torch's form of its op: Triton's are for bf16 on a GPU."""
+    field = type(mixer).model_fields.get("kernel")
+    return mixer if field is None else mixer.model_copy(update={"kernel": field.default})
+
+
+def compare(name: str, subject: Subject, layout: Layout, options: Options) -> Values:
+    seen = train(subject, layout, bf16=True)
+    exact, plain = torch.load(reference_file(name, options), weights_only=False)
+    measured = [*numbers(seen, exact, plain), *tensors(seen, exact, plain)]
+    unequal = [
+        what
+        for what, shard in seen.first.shards.items()
+        if not torch.equal(
+            shard.value, local_slice(plain.first.shards[what].value, shard, seen.first)
+        )
+    ]
+    if unequal:
+        raise Differs(f"starts from other weights: {', '.join(unequal)}")
+    measured = with_pooled_few(measured)
+    wrong = [m.line() for m in measured if not m.holds]
+    if wrong:
+        raise Differs("\n".join(wrong))
+    worst = max(measured, key=lambda m: m.share)
+    return {
+        "worst": worst.what,
+        "share of allowed": round(worst.share, 3),
+        "compared": len(measured),
+    }
+
+
+def with_pooled_few(measured: list["Compared"]) -> list["Compared"]:
+    """Losses among themselves, gradient norms too, and parameters of few numbers."""
+    largest: dict[str, float] = {}
+    for m in measured:
+        if m.size:
+            largest[m.alike] = max(largest.get(m.alike, 0.0), m.plain / m.size)
+    return [
+        replace(m, plain=largest[m.alike] * m.size) if m.count <= FEW and m.size else m
+        for m in measured
+    ]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An error, beside one rank's own in bf16 and the size of the exact result."""
+
+    what: str
+    error: float
+    plain: float
+    size: float
+    count: int
+    """Of numbers compared."""
+    alike: str = ""
+    """What its errors are like, if there are few."""
+    floor: float = VECTOR_FLOOR
+    """Relative to the size, allowed whatever one rank's error is."""
+
+    @property
+    def allowed(self) -> float:
+        return FACTOR * self.plain + self.floor * self.size
+
+    @property
+    def share(self) -> float:
+        return self.error / self.allowed if self.allowed else float(self.error > 0)
+
+    @property
+    def holds(self) -> bool:
+        return self.error <= self.allowed  # False for NaN
+
+    def line(self) -> str:
+        return (
+            f"{self.what}: error {self.error:.3e} over {self.allowed:.3e}; one rank's in bf16 is "
+            f"{self.plain:.3e}, the size {self.size:.3e}"
+        )
+
+
+def numbers(seen: Seen, exact: Seen, plain: Seen) -> list[Compared]:
+    """Losses and gradient norms of each step."""
+    return [
+        Compared(f"{what} of step {step + 1}", abs(mine - e), abs(p - e), abs(e), 1, what, FLOOR)
+        for what in ("losses", "norms")
+        for step, (mine, e, p) in enumerate(
+            zip(getattr(seen, what), getattr(exact, what), getattr(plain, what), strict=True)
+        )
+    ]
+
+
+def tensors(seen: Seen, exact: Seen, plain: Seen) -> list[Compared]:
+    """Of this rank's share."""
+    mine, found = seen.first, []
+    for what in ("logits", "input_gradients"):
+        values = getattr(mine, what)
+        if values:
+            wanted, rounded = (
+                share_of(torch.cat(getattr(x.first, what)).float(), mine, len(values), values)
+                for x in (exact, plain)
+            )
+            found.append(compared(what, torch.cat(values), wanted, rounded))
+    for name, shard in mine.shards.items():
+        local = [
+            components(local_slice(gradient(x.first.shards[name]), shard, mine), shard, mine)
+            for x in (exact, plain)
+        ]
+        parts = components(gradient(shard), shard, mine)
+        for part, *values in zip(shard.components or [""], parts, *local, strict=True):
+            found.append(compared(f"gradient of {name} {part}", *values))
+    held = list(mine.shards)
+    weights = [
+        torch.cat([local_slice(x.weights[n], mine.shards[n], mine).flatten() for n in held])
+        for x in (exact, plain)
+    ]
+    return [
+        *found,
+        compared("weights", torch.cat([seen.weights[n].flatten() for n in held]), *weights),
+    ]
+
+
+def share_of(
+    whole: Tensor, mine: RankResult, micro_batch_count: int, values: list[Tensor]
+) -> Tensor:
+    """This rank's tokens of what one rank has of all; under sequence parallelism a part of each
+    micro-batch's."""
+    share = local_tokens(whole, mine, micro_batch_count)
+    if len(share) == sum(map(len, values)):
+        return share
+    parts = share.unflatten(0, (micro_batch_count, mine.tensor_size, -1))
+    return parts[:, mine.tensor_rank].flatten(0, 1)
+
+
+def compared(what: str, mine: Tensor, exact: Tensor, plain: Tensor) -> Compared:
+    return Compared(
+        what,
+        float((mine - exact).norm()),
+        float((plain - exact).norm()),
+        float(exact.norm()),
+        mine.numel(),
+        *(("few", FEW_FLOOR) if mine.numel() <= FEW else ("many", VECTOR_FLOOR)),
+    )
