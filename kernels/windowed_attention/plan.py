@@ -7,6 +7,7 @@ Everything is computed on the device with sizes known on the host: nothing waits
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,15 +36,21 @@ class Tiles:
     segment: int
     first_slot: int
 
+    @property
+    def tile(self) -> int:
+        """Slots in a tile."""
+        return self.slot_NC.shape[1]
+
 
 @dataclass(frozen=True)
 class TileLists:
-    """For each of N tiles, those of the other side that it must meet."""
+    """For each of N tiles, those of the other side that it must meet. int32."""
 
     tiles_NM: Tensor
-    """int32; the first `count_N` of a row count."""
+    """The first `count_N` of a row count; of these the first `whole_N` need no mask."""
     count_N: Tensor
-    """int32."""
+    whole_N: Tensor
+    """Tiles with which every pair of a query and a key attends."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,8 @@ def plan_windows(
     key_slots: range | None = None,
     query_row_S: Tensor | None = None,
     key_row_S: Tensor | None = None,
+    query_tile: int = TILE,
+    key_tile: int = TILE,
 ) -> WindowPlan:
     """Plans attention over the permuted order, or over a piece of it.
 
@@ -81,6 +90,7 @@ def plan_windows(
         query_slots, key_slots   the pieces that q and that k and v hold; None: all.
         query_row_S, key_row_S   for each slot of the piece, its row in q (and o), in k and v;
                                  None: the token itself.
+        query_tile, key_tile     slots in a tile of either side, a power of two up to a segment.
     Raises:
         ValueError: a window below 1, an unknown side, or an order that is not [T] int64.
     """
@@ -90,18 +100,18 @@ def plan_windows(
     before, after = (min(reach, slots) for reach in window_reach(window, window_side))
     start_T, _ = document_bounds(cu_seqlens, slots)
     tokens = slots if tokens is None else tokens
-    segment = segment_length(window)
+    segment = max(segment_length(window), query_tile, key_tile)
 
-    def tiles(piece: range | None, row_S: Tensor | None) -> Tiles:
+    def tiles(piece: range | None, row_S: Tensor | None, tile: int) -> Tiles:
         piece = range(slots) if piece is None else piece
         token_S, start_S = (x[piece.start : piece.stop] for x in (order_T, start_T))
         rows = tokens if row_S is None else len(row_S)
         row_S = token_S if row_S is None else row_S
-        return _tiles(row_S, token_S, start_S, rows, tokens, segment, piece.start)
+        return _tiles(row_S, token_S, start_S, rows, tokens, segment, piece.start, tile)
 
-    queries = tiles(query_slots, query_row_S)
-    same = query_slots == key_slots and query_row_S is key_row_S
-    keys = queries if same else tiles(key_slots, key_row_S)
+    queries = tiles(query_slots, query_row_S, query_tile)
+    same = (query_slots, query_tile) == (key_slots, key_tile) and query_row_S is key_row_S
+    keys = queries if same else tiles(key_slots, key_row_S, key_tile)
     return WindowPlan(
         before,
         after,
@@ -125,6 +135,7 @@ def _tiles(
     tokens: int,
     segment: int,
     first_slot: int,
+    tile: int,
 ) -> Tiles:
     empty_S = token_S >= tokens
     padding = (0, -len(token_S) % segment)
@@ -136,7 +147,7 @@ def _tiles(
     by_token_S = (slot_S[::segment, None] + by_token_NS).flatten()
 
     def tiled(x_S: Tensor) -> Tensor:
-        return x_S[by_token_S].unflatten(0, (-1, TILE)).int()
+        return x_S[by_token_S].unflatten(0, (-1, tile)).int()
 
     return Tiles(
         tiled(row_S),
@@ -158,35 +169,64 @@ def _tile_lists(mine: Tiles, others: Tiles, before: int, after: int, *, causal: 
     offset = mine.first_slot - others.first_slot
     first = (offset - before) // segment
     last = (offset + segment - 1 + after) // segment
-    tiles_in_segment = segment // TILE
-    segment_N = torch.arange(len(mine.slot_NC), device=device) // tiles_in_segment
-    near_M = torch.arange(first * tiles_in_segment, (last + 1) * tiles_in_segment, device=device)
+    in_segment = segment // others.tile
+    segment_N = torch.arange(len(mine.slot_NC), device=device) // (segment // mine.tile)
+    near_M = torch.arange(first * in_segment, (last + 1) * in_segment, device=device)
     if len(near_M) < count:
-        tile_NM = segment_N[:, None] * tiles_in_segment + near_M
+        tile_NM = segment_N[:, None] * in_segment + near_M
     else:
         tile_NM = torch.arange(count, device=device).expand(len(segment_N), count)
     exists_NM = (tile_NM >= 0) & (tile_NM < count)
     tile_NM = tile_NM.clamp(0, count - 1)
-    ours, theirs = ([x[:, None] for x in _extent(mine)], [x[tile_NM] for x in _extent(others)])
+    ours = Extent(*(x[:, None] for x in _extent(mine)))
+    theirs = Extent(*(x[tile_NM] for x in _extent(others)))
     queries, keys = (ours, theirs) if causal == 1 else (theirs, ours)
     live_NM = (
         exists_NM
-        & (theirs[0] <= ours[1] + after)
-        & (theirs[1] >= ours[0] - before)
-        & (keys[2] <= queries[3])
-        & (keys[3] >= queries[4])
+        & (theirs.first_slot <= ours.last_slot + after)
+        & (theirs.last_slot >= ours.first_slot - before)
+        & (keys.first_token <= queries.last_token)
+        & (keys.last_token >= queries.first_start)
     )
-    live_first_NM = (~live_NM).int().argsort(dim=1, stable=True)
-    return TileLists(tile_NM.gather(1, live_first_NM).int(), live_NM.sum(1).int())
+    whole_NM = (
+        live_NM
+        & (theirs.last_slot <= ours.first_slot + after)
+        & (theirs.first_slot >= ours.last_slot - before)
+        & (keys.last_token <= queries.first_token)
+        & (keys.first_token >= queries.last_start)
+        & ours.filled
+        & theirs.filled
+    )
+    order_NM = (2 - live_NM.int() - whole_NM.int()).argsort(dim=1, stable=True)
+    return TileLists(
+        tile_NM.gather(1, order_NM).int(),
+        live_NM.sum(1, dtype=torch.int32),
+        whole_NM.sum(1, dtype=torch.int32),
+    )
 
 
-def _extent(tiles: Tiles) -> tuple[Tensor, ...]:
-    """Of each tile: first and last slot, first and last token, first document start. [N] each."""
-    tokens_NC = tiles.token_NC
-    return (
+class Extent(NamedTuple):
+    """Of each tile; where its slots are empty, the first are NOTHING and the last -1."""
+
+    first_slot: Tensor
+    last_slot: Tensor
+    first_token: Tensor
+    last_token: Tensor
+    first_start: Tensor
+    last_start: Tensor
+    filled: Tensor
+    """bool: no slot is empty."""
+
+
+def _extent(tiles: Tiles) -> Extent:
+    token_NC, start_NC = tiles.token_NC, tiles.start_NC
+    empty_NC = token_NC == NOTHING
+    return Extent(
         tiles.slot_NC.amin(1),
         tiles.slot_NC.amax(1),
-        tokens_NC.amin(1),
-        tokens_NC.masked_fill(tokens_NC == NOTHING, -1).amax(1),
-        tiles.start_NC.amin(1),
+        token_NC.amin(1),
+        token_NC.masked_fill(empty_NC, -1).amax(1),
+        start_NC.amin(1),
+        start_NC.masked_fill(empty_NC, -1).amax(1),
+        ~empty_NC.any(1),
     )

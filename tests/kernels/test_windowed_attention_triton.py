@@ -1,0 +1,53 @@
+"""The Triton form against the definition, run by Triton's interpreter: the kernels' arithmetic."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CHECK = """
+import torch
+from mixtron.kernels.windowed_attention import plan_windows, windowed_attention
+from tests.kernels import test_windowed_attention as common
+
+common.K = common.V = 16
+
+
+def run(inputs, lengths, order_T, tiles=(64, 64), **options):
+    query_tile, key_tile = tiles
+    plan = plan_windows(
+        order_T, common.offsets(lengths), query_tile=query_tile, key_tile=key_tile, **options
+    )
+    return windowed_attention(*inputs, plan, scale=common.SCALE, backend="triton")
+
+
+for lengths, kv_heads, window, side, plain, tiles in [
+    ([1], 1, 3, "two", False, (64, 64)),
+    ([65], 2, 7, "two", False, (64, 64)),
+    ([130], 1, 40, "one", False, (128, 64)),
+    ([200], 2, 70, "one", True, (64, 64)),
+    ([1, 7, 64, 1, 57, 131], 1, 129, "two", False, (64, 128)),
+]:
+    T = sum(lengths)
+    inputs = common.make_inputs(T, heads=2, kv_heads=kv_heads)
+    order_T = torch.arange(T) if plain else common.draw(lengths)
+    arguments, options = (lengths, order_T), {"window": window, "window_side": side}
+    exact = common.results(common.reference, inputs, *arguments, **options)
+    fp32 = common.in_dtype(inputs, torch.float32)
+    found = common.results(run, fp32, *arguments, tiles=tiles, **options)
+    for name, x in exact.items():
+        error = float((found[name] - x).norm())
+        # Sums of up to 131 terms in fp32; a token alone has gradients of 0.
+        assert error <= 3e-6 * float(x.norm()) + 1e-6, (T, name, error)
+    print("checked", T)
+"""
+
+
+def test_interpreted_kernels_equal_the_definition():
+    """In a process of its own: the interpreter is chosen when Triton is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", CHECK]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == [f"checked {T}" for T in (1, 65, 130, 200, 261)]
