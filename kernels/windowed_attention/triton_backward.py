@@ -6,13 +6,8 @@ Each row is written once, in an order that does not change. The equations are in
 import triton
 import triton.language as tl
 
-from mixtron.kernels.windowed_attention.triton_forward import (
-    LOG2_E,
-    attended,
-    gather,
-    scatter,
-    window,
-)
+from mixtron.kernels.triton_tools import LOG2_E, gather, scatter
+from mixtron.kernels.windowed_attention.triton_forward import attended, window
 
 
 @triton.jit(do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots"])

@@ -7,7 +7,7 @@ no mask. The log-sum-exp is in units of log 2 and kept slot by slot.
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from mixtron.kernels.triton_tools import LOG2_E, gather, scatter
 
 
 @triton.jit(do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots"])
@@ -89,23 +89,6 @@ def forward_kernel(
     lse_Q = tl.where(nothing_Q, float("inf"), largest_Q * scale2 + tl.log2(sum_Q))
     scatter(o_THV + head * V, row_Q, H * V, value_V, query_rows, o_QV / sum_Q[:, None])
     tl.store(lse_HT + head.to(tl.int64) * slots + slot_Q, lse_Q)
-
-
-@triton.jit
-def gather(base, row_C, stride, column_E, count, masked: tl.constexpr):
-    """Rows row_C of a matrix; zeros for those beyond `count`, of which there are none if not
-    masked."""
-    pointers = base + row_C.to(tl.int64)[:, None] * stride + column_E[None, :]
-    if masked:
-        return tl.load(pointers, (row_C < count)[:, None], 0.0)
-    return tl.load(pointers)
-
-
-@triton.jit
-def scatter(base, row_C, stride, column_E, count, x_CE):
-    """Writes to rows row_C, but for those beyond `count`."""
-    pointers = base + row_C.to(tl.int64)[:, None] * stride + column_E[None, :]
-    tl.store(pointers, x_CE.to(base.dtype.element_ty), (row_C < count)[:, None])
 
 
 @triton.jit
