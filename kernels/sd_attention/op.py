@@ -46,7 +46,7 @@ def sd_attention(
     if backend == "triton":
         triton_op.check(q_THK, v_THV, scale)
         return triton_op.TritonSDAttention.apply(  # type: ignore[return-value]
-            q_THK, k_THK, v_THV, d_TH, lengths, cu_seqlens, scale
+            q_THK, k_THK, v_THV, d_TH, cu_seqlens, scale
         )
     _check_flash_widths(q_THK, v_THV)
     return _SDAttention.apply(q_THK, k_THK, v_THV, d_TH, lengths, cu_seqlens, scale)  # type: ignore[return-value]

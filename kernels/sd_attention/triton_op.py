@@ -57,75 +57,105 @@ def check(q_THK: Tensor, v_THV: Tensor, scale: float) -> None:
 
 
 class TritonSDAttention(torch.autograd.Function):
-    """(q, k, v, d, lengths, cu_seqlens, scale) to o. Keeps its inputs, o and the log-sum-exp
-    [H, T] for backward."""
+    """(q, k, v, d, cu_seqlens, scale) to o. Keeps its inputs, o and the log-sum-exp [H, T] for
+    backward."""
 
     @staticmethod
-    def forward(ctx, q_THK, k_THK, v_THV, d_TH, lengths, cu_seqlens, scale):
+    def forward(ctx, q_THK, k_THK, v_THV, d_TH, cu_seqlens, scale):
         q_THK, k_THK, v_THV = (_dense_rows(x) for x in (q_THK, k_THK, v_THV))
-        d_TH = d_TH.contiguous()
-        (T, H, _), V = q_THK.shape, v_THV.shape[2]
-        bounds = [x.int() for x in document_bounds(cu_seqlens, T)]
-        launch = launches(q_THK, v_THV).forward
-        o_THV = q_THK.new_empty(T, H, V)
-        lse_HT = q_THK.new_empty(H, T, dtype=torch.float32)
-        forward_kernel[(H * triton.cdiv(T, launch.own),)](
-            q_THK,
-            k_THK,
-            v_THV,
-            d_TH,
-            bounds[0],
-            o_THV,
-            lse_HT,
-            scale,
-            T,
-            **_shapes(q_THK, k_THK, v_THV),
-            Q=launch.own,
-            S=launch.others,
-            STAGES=launch.stages,
-            num_warps=launch.warps,
-        )
-        ctx.save_for_backward(q_THK, k_THK, v_THV, d_TH, o_THV, lse_HT, *bounds)
+        inputs = (q_THK, k_THK, v_THV, d_TH.contiguous())
+        bounds = [x.int() for x in document_bounds(cu_seqlens, len(q_THK))]
+        o_THV, lse_HT = attend(*inputs, bounds[0], scale, launches(q_THK, v_THV).forward)
+        ctx.save_for_backward(*inputs, o_THV, lse_HT, *bounds)
         ctx.scale = scale
         return o_THV
 
     @staticmethod
     def backward(ctx, do_THV):  # type: ignore[override]
         q_THK, k_THK, v_THV, d_TH, o_THV, lse_HT, *bounds = ctx.saved_tensors
-        (T, H, _), V = q_THK.shape, v_THV.shape[2]
-        do_THV = do_THV.contiguous()
+        inputs = (q_THK, k_THK, v_THV, d_TH)
         launch = launches(q_THK, v_THV).gradient
-        delta_HT = torch.empty_like(lse_HT)
-        delta_kernel[(H * triton.cdiv(T, DELTA_TOKENS),)](
-            o_THV, do_THV, delta_HT, T, H=H, V=V, C=DELTA_TOKENS, num_warps=4
-        )
-        dq_THK, dk_THK, dv_THV = (
-            torch.empty_like(x, memory_format=torch.contiguous_format)
-            for x in (q_THK, k_THK, v_THV)
-        )
-        dd_TH = torch.empty_like(d_TH)
-        gradient_kernel[(H * triton.cdiv(T, launch.own),)](
-            q_THK,
-            k_THK,
-            v_THV,
-            d_TH,
-            do_THV,
-            *bounds,
-            lse_HT,
-            delta_HT,
-            dq_THK,
-            dk_THK,
-            dv_THV,
-            dd_TH,
-            ctx.scale,
-            T,
-            **_shapes(q_THK, k_THK, v_THV),
-            C=launch.own,
-            S=launch.others,
-            STAGES=launch.stages,
-            num_warps=launch.warps,
-        )
-        return dq_THK, dk_THK, dv_THV, dd_TH, None, None, None
+        found = gradients(*inputs, o_THV, do_THV.contiguous(), lse_HT, *bounds, ctx.scale, launch)
+        return *found, None, None
+
+
+def attend(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    d_TH: Tensor,
+    start_T: Tensor,
+    scale: float,
+    launch: Launch,
+) -> tuple[Tensor, Tensor]:
+    """o [T, H, V] and the log-sum-exp [H, T] fp32."""
+    (T, H, _), V = q_THK.shape, v_THV.shape[2]
+    o_THV = q_THK.new_empty(T, H, V)
+    lse_HT = q_THK.new_empty(H, T, dtype=torch.float32)
+    forward_kernel[(H * triton.cdiv(T, launch.own),)](
+        q_THK,
+        k_THK,
+        v_THV,
+        d_TH,
+        start_T,
+        o_THV,
+        lse_HT,
+        scale,
+        T,
+        **_shapes(q_THK, k_THK, v_THV),
+        Q=launch.own,
+        S=launch.others,
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+    )
+    return o_THV, lse_HT
+
+
+def gradients(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    d_TH: Tensor,
+    o_THV: Tensor,
+    do_THV: Tensor,
+    lse_HT: Tensor,
+    start_T: Tensor,
+    end_T: Tensor,
+    scale: float,
+    launch: Launch,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dd."""
+    (T, H, _), V = q_THK.shape, v_THV.shape[2]
+    delta_HT, dd_TH = torch.empty_like(lse_HT), torch.empty_like(d_TH)
+    delta_kernel[(H * triton.cdiv(T, DELTA_TOKENS),)](
+        o_THV, do_THV, delta_HT, T, H=H, V=V, C=DELTA_TOKENS, num_warps=4
+    )
+    dq_THK, dk_THK, dv_THV = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THK, k_THK, v_THV)
+    )
+    gradient_kernel[(H * triton.cdiv(T, launch.own),)](
+        q_THK,
+        k_THK,
+        v_THV,
+        d_TH,
+        do_THV,
+        start_T,
+        end_T,
+        lse_HT,
+        delta_HT,
+        dq_THK,
+        dk_THK,
+        dv_THV,
+        dd_TH,
+        scale,
+        T,
+        **_shapes(q_THK, k_THK, v_THV),
+        C=launch.own,
+        S=launch.others,
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+    )
+    return dq_THK, dk_THK, dv_THV, dd_TH
 
 
 def launches(q_THK: Tensor, v_THV: Tensor) -> Launches:

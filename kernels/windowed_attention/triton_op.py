@@ -61,21 +61,8 @@ class TritonAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_THK: Tensor, k_SGK: Tensor, v_SGV: Tensor, plan: WindowPlan, scale: float):
         q_THK, k_SGK, v_SGV = (_dense_rows(x) for x in (q_THK, k_SGK, v_SGV))
-        T, H, _ = q_THK.shape
-        launch = launches(q_THK, v_SGV).forward
-        o_THV = q_THK.new_empty(T, H, v_SGV.shape[2])
-        lse_HT = q_THK.new_empty(H, plan.queries.slot_NC.numel(), dtype=torch.float32)
-        forward_kernel[(H * len(plan.queries.slot_NC),)](
-            q_THK,
-            k_SGK,
-            v_SGV,
-            o_THV,
-            lse_HT,
-            *_planned(plan, plan.keys_of_queries, scale),
-            **_shapes(q_THK, k_SGK, v_SGV, plan),
-            STAGES=launch.stages,
-            num_warps=launch.warps,
-        )
+        launch = launches(q_THK, v_SGV)
+        o_THV, lse_HT = attend(q_THK, k_SGK, v_SGV, plan, scale, launch.forward)
         ctx.save_for_backward(q_THK, k_SGK, v_SGV, o_THV, lse_HT)
         ctx.plan, ctx.scale = plan, scale
         return o_THV
@@ -84,42 +71,96 @@ class TritonAttention(torch.autograd.Function):
     def backward(ctx, *grads):
         do_THV = grads[0].contiguous()
         q_THK, k_SGK, v_SGV, o_THV, lse_HT = ctx.saved_tensors
-        plan, H, G = ctx.plan, q_THK.shape[1], k_SGK.shape[1]
-        shapes, launch = _shapes(q_THK, k_SGK, v_SGV, plan), launches(q_THK, v_SGV)
-        dq_THK, dk_SGK, dv_SGV = (
-            torch.empty_like(x, memory_format=torch.contiguous_format)
-            for x in (q_THK, k_SGK, v_SGV)
+        inputs, options = (q_THK, k_SGK, v_SGV), (ctx.plan, ctx.scale)
+        launch = launches(q_THK, v_SGV)
+        dq_THK, delta_HT = query_gradient(
+            *inputs, o_THV, do_THV, lse_HT, *options, launch.query_gradient
         )
-        delta_HT = torch.empty_like(lse_HT)
-        query_gradient_kernel[(H * len(plan.queries.slot_NC),)](
-            q_THK,
-            k_SGK,
-            v_SGV,
-            o_THV,
-            do_THV,
-            lse_HT,
-            delta_HT,
-            dq_THK,
-            *_planned(plan, plan.keys_of_queries, ctx.scale),
-            **shapes,
-            STAGES=launch.query_gradient.stages,
-            num_warps=launch.query_gradient.warps,
-        )
-        key_gradients_kernel[(G * len(plan.keys.slot_NC),)](
-            q_THK,
-            k_SGK,
-            v_SGV,
-            do_THV,
-            lse_HT,
-            delta_HT,
-            dk_SGK,
-            dv_SGV,
-            *_planned(plan, plan.queries_of_keys, ctx.scale),
-            **shapes,
-            STAGES=launch.key_gradients.stages,
-            num_warps=launch.key_gradients.warps,
+        dk_SGK, dv_SGV = key_gradients(
+            *inputs, do_THV, lse_HT, delta_HT, *options, launch.key_gradients
         )
         return dq_THK, dk_SGK, dv_SGV, None, None
+
+
+def attend(
+    q_THK: Tensor, k_SGK: Tensor, v_SGV: Tensor, plan: WindowPlan, scale: float, launch: Launch
+) -> tuple[Tensor, Tensor]:
+    """o [T, H, V] and the log-sum-exp [H, slots] fp32."""
+    T, H, _ = q_THK.shape
+    o_THV = q_THK.new_empty(T, H, v_SGV.shape[2])
+    lse_HT = q_THK.new_empty(H, plan.queries.slot_NC.numel(), dtype=torch.float32)
+    forward_kernel[(H * len(plan.queries.slot_NC),)](
+        q_THK,
+        k_SGK,
+        v_SGV,
+        o_THV,
+        lse_HT,
+        *_planned(plan, plan.keys_of_queries, scale),
+        **_shapes(q_THK, k_SGK, v_SGV, plan),
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+    )
+    return o_THV, lse_HT
+
+
+def query_gradient(
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    o_THV: Tensor,
+    do_THV: Tensor,
+    lse_HT: Tensor,
+    plan: WindowPlan,
+    scale: float,
+    launch: Launch,
+) -> tuple[Tensor, Tensor]:
+    """dq and delta = do . o, [H, slots] fp32."""
+    dq_THK, delta_HT = _like(q_THK), torch.empty_like(lse_HT)
+    query_gradient_kernel[(q_THK.shape[1] * len(plan.queries.slot_NC),)](
+        q_THK,
+        k_SGK,
+        v_SGV,
+        o_THV,
+        do_THV,
+        lse_HT,
+        delta_HT,
+        dq_THK,
+        *_planned(plan, plan.keys_of_queries, scale),
+        **_shapes(q_THK, k_SGK, v_SGV, plan),
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+    )
+    return dq_THK, delta_HT
+
+
+def key_gradients(
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    do_THV: Tensor,
+    lse_HT: Tensor,
+    delta_HT: Tensor,
+    plan: WindowPlan,
+    scale: float,
+    launch: Launch,
+) -> tuple[Tensor, Tensor]:
+    """dk and dv."""
+    dk_SGK, dv_SGV = _like(k_SGK), _like(v_SGV)
+    key_gradients_kernel[(k_SGK.shape[1] * len(plan.keys.slot_NC),)](
+        q_THK,
+        k_SGK,
+        v_SGV,
+        do_THV,
+        lse_HT,
+        delta_HT,
+        dk_SGK,
+        dv_SGV,
+        *_planned(plan, plan.queries_of_keys, scale),
+        **_shapes(q_THK, k_SGK, v_SGV, plan),
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+    )
+    return dk_SGK, dv_SGV
 
 
 def launches(q_THK: Tensor, v_SGV: Tensor) -> Launches:
@@ -130,6 +171,10 @@ def _dense_rows(x_THK: Tensor) -> Tensor:
     """As it is where each row's heads lie one after the other, as in a view of a projection."""
     _, _, K = x_THK.shape
     return x_THK if x_THK.stride()[1:] == (K, 1) else x_THK.contiguous()
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _planned(plan: WindowPlan, lists: TileLists, scale: float) -> tuple:
