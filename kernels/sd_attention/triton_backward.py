@@ -9,6 +9,9 @@ that does not change, and every tile of a document has as much to do as any othe
     dk_i = scale (sum_{l>i} dS_li q_l - sum_{j<i} dS_ij q_j)
 """
 
+# Triton's ranges say nothing of what they yield.
+# pyright: reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 

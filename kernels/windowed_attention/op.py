@@ -63,7 +63,7 @@ def windowed_attention(
             raise ValueError(
                 f"{name} is {x.dtype} on {x.device}, expected q's {q_THK.dtype} on {q_THK.device}"
             )
-    scale = K**-0.5 if scale is None else scale
+    scale = float(K**-0.5 if scale is None else scale)
     if backend not in FORMS:
         raise ValueError(f"backend is {backend!r}, expected one of {', '.join(FORMS)}")
     if backend == "triton":
