@@ -23,18 +23,18 @@ from mixtron.kernels.windowed_attention.permutation import document_bounds
 B, T, H = 8, 4096, 16
 WIDTHS = (64, 128)
 SWEEP = [
-    triton_op.Launch(own, others, warps, stages)
-    for own, others, warps in (
-        (64, 64, 4),
-        (64, 64, 8),
-        (64, 32, 4),
-        (128, 32, 4),
-        (128, 32, 8),
-        (128, 64, 4),
-        (128, 64, 8),
-        (128, 128, 8),
+    triton_op.Launch(*sizes)
+    for sizes in (
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (64, 64, 8, 2),
+        (64, 32, 4, 3),
+        (128, 32, 8, 3),
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+        (128, 64, 4, 3),
+        (128, 128, 8, 2),
     )
-    for stages in (2, 3)
 ]
 COMPILERS = 12
 
@@ -124,13 +124,16 @@ def main() -> None:
     wanted = parser.parse_args()
     print(versions())
     if wanted.sweep:
-        found = [row for width in WIDTHS for row in sweep(width)]
-        found.sort(key=lambda row: (row[:2], row[-1] if isinstance(row[-1], float) else 1e9))
-        print(table(("width", "kernel", "own", "others", "warps", "stages", "ms"), found))
+        for width in WIDTHS:
+            found = sweep(width)
+            found.sort(key=lambda row: (row[:2], row[-1] if isinstance(row[-1], float) else 1e9))
+            heads = ("width", "kernel", "own", "others", "warps", "stages", "ms")
+            print(table(heads, found), flush=True)
         return
     heads = ("B, T, H, width", "form", "forward ms", "forward + backward ms", "extra MiB")
     heads += ("forward over FA2", "both over FA2")
-    print(table(heads, [row for width in WIDTHS for row in compare(width)]))
+    for width in WIDTHS:
+        print(table(heads, compare(width)), flush=True)
 
 
 if __name__ == "__main__":

@@ -30,17 +30,18 @@ from mixtron.kernels.windowed_attention import (
     windowed_attention,
 )
 
-SWEEP = [
-    (query_tile, key_tile, warps, stages)
-    for query_tile, key_tile, warps in (
-        (64, 64, 4),
-        (128, 64, 4),
-        (128, 64, 8),
-        (64, 128, 4),
-        (128, 128, 8),
-    )
-    for stages in (2, 3, 4)
-]
+SWEEP = (
+    (64, 64, 4, 2),
+    (64, 64, 4, 3),
+    (64, 64, 4, 4),
+    (128, 64, 4, 3),
+    (128, 64, 8, 2),
+    (128, 64, 8, 3),
+    (64, 128, 4, 2),
+    (64, 128, 8, 2),
+    (128, 128, 8, 2),
+)
+"""Slots in a tile of queries and of keys, warps, stages."""
 COMPILERS = 12
 
 
@@ -209,7 +210,8 @@ def main() -> None:
         return
     heads = ("B, T, H, K, window", "form", "forward ms", "forward + backward ms", "extra MiB")
     heads += ("over our SA", "over our SWA")
-    print(table(heads, [row for shape in SHAPES for row in compare(shape)]))
+    for shape in SHAPES:
+        print(table(heads, compare(shape)), flush=True)
 
 
 if __name__ == "__main__":
