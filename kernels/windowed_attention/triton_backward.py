@@ -13,7 +13,9 @@ from mixtron.kernels.triton_tools import LOG2_E, gather, scatter
 from mixtron.kernels.windowed_attention.triton_forward import attended, window
 
 
-@triton.jit(do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots"])
+@triton.jit(
+    do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots", "H", "G"]
+)
 def query_gradient_kernel(
     q_THK,
     k_SGK,
@@ -43,8 +45,8 @@ def query_gradient_kernel(
     q_stride,
     k_stride,
     v_stride,
-    H: tl.constexpr,
-    G: tl.constexpr,
+    H,
+    G,
     K: tl.constexpr,
     V: tl.constexpr,
     Q: tl.constexpr,
@@ -92,7 +94,9 @@ def query_gradient_kernel(
     scatter(dq_THK + head * K, row_Q, H * K, key_K, query_rows, dq_QK * scale)
 
 
-@triton.jit(do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots"])
+@triton.jit(
+    do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots", "H", "G"]
+)
 def key_gradients_kernel(
     q_THK,
     k_SGK,
@@ -122,8 +126,8 @@ def key_gradients_kernel(
     q_stride,
     k_stride,
     v_stride,
-    H: tl.constexpr,
-    G: tl.constexpr,
+    H,
+    G,
     K: tl.constexpr,
     V: tl.constexpr,
     Q: tl.constexpr,

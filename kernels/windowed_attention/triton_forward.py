@@ -13,7 +13,9 @@ import triton.language as tl
 from mixtron.kernels.triton_tools import LOG2_E, gather, scatter
 
 
-@triton.jit(do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots"])
+@triton.jit(
+    do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots", "H", "G"]
+)
 def forward_kernel(
     q_THK,
     k_SGK,
@@ -40,8 +42,8 @@ def forward_kernel(
     q_stride,
     k_stride,
     v_stride,
-    H: tl.constexpr,
-    G: tl.constexpr,
+    H,
+    G,
     K: tl.constexpr,
     V: tl.constexpr,
     Q: tl.constexpr,
