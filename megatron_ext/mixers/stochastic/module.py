@@ -120,12 +120,12 @@ class Mixer(ShardedModule):
         mixer = self.mixer
         if batch.cache is not None:
             plan = self.decoding.prefill_plan(batch)
-            return windowed_attention(q_THK, k_TGK, v_TGK, plan)
+            return windowed_attention(q_THK, k_TGK, v_TGK, plan, backend=mixer.kernel)
         order_T, size, rank = self.draw_order(batch), batch.context_size, batch.context_rank
         options = {"window": mixer.window, "window_side": mixer.window_side}
         if size == 1:
             plan = plan_windows(order_T, batch.cu_seqlens, **options)
-            return windowed_attention(q_THK, k_TGK, v_TGK, plan)
+            return windowed_attention(q_THK, k_TGK, v_TGK, plan, backend=mixer.kernel)
         own = slot_pieces(len(order_T), size, 0, 0)
         seen = slot_pieces(len(order_T), size, *mixer.reach())
         queries = exchange_tokens(order_T, own, self.cp_group)
@@ -140,7 +140,8 @@ class Mixer(ShardedModule):
             key_row_S=keys.row_S,
         )
         k_SGK, v_SGK = keys.to_slots(torch.cat([k_TGK, v_TGK], dim=-1)).chunk(2, dim=-1)
-        o_THK = windowed_attention(queries.to_slots(q_THK), k_SGK, v_SGK, plan)
+        q_SHK = queries.to_slots(q_THK)
+        o_THK = windowed_attention(q_SHK, k_SGK, v_SGK, plan, backend=mixer.kernel)
         return queries.to_tokens(o_THK)
 
     def _attend_plain(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, batch: Batch) -> Tensor:
@@ -149,7 +150,7 @@ class Mixer(ShardedModule):
         if batch.context_size > 1:
             kv_TGE = torch.cat([k_TGK, v_TGK], dim=-1)
             k_TGK, v_TGK = with_rows_before(kv_TGE, window - 1, self.cp_group).chunk(2, dim=-1)
-        return windowed_attention(q_THK, k_TGK, v_TGK, plan)
+        return windowed_attention(q_THK, k_TGK, v_TGK, plan, backend=self.mixer.kernel)
 
 
 def plain_plan(batch: Batch, window: int) -> WindowPlan:
