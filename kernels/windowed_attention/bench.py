@@ -104,8 +104,8 @@ def peers(shape: Shape, rows: list[Tensor]) -> dict[str, tuple[Callable[[], Tens
         return (j <= i) & (i - j < shape.window)
 
     sizes = {"H": None, "Q_LEN": shape.T, "KV_LEN": shape.T, "device": "cuda"}
-    random_mask = create_block_mask(random_window, B=shape.B, _compile=True, **sizes)
-    plain_mask = create_block_mask(plain_window, B=None, _compile=True, **sizes)
+    random_mask = create_block_mask(random_window, B=shape.B, **sizes)
+    plain_mask = create_block_mask(plain_window, B=None, **sizes)
     heads_first = [
         x.detach().view(shape.B, shape.T, shape.H, shape.K).transpose(1, 2).contiguous()
         for x in rows
@@ -135,6 +135,7 @@ def peers(shape: Shape, rows: list[Tensor]) -> dict[str, tuple[Callable[[], Tens
 
 
 def compare(shape: Shape) -> list[list]:
+    """A line a form, and last the parts of the plan, which all layers of a plain order share."""
     rows = random_rows(shape, 3)
     forms = {
         f"ours, {name}": (lambda plan=plan: windowed_attention(*rows, plan, backend="triton"), rows)
@@ -142,11 +143,36 @@ def compare(shape: Shape) -> list[list]:
     }
     found = []
     for name, (forward, inputs) in (forms | peers(shape, rows)).items():
-        forward_ms, both_ms, mib = forward_and_backward(forward, inputs)
-        found.append([str(shape), name, forward_ms, both_ms, mib])
-    ours = {"SA": found[0][3], "SWA": found[1][3]}
-    for row in found:
-        row += [row[3] / ours["SA"], row[3] / ours["SWA"]]
+        found.append([str(shape), name, *forward_and_backward(forward, inputs)])
+        print(*found[-1], flush=True)
+    sa_ms, swa_ms = found[0][3], found[1][3]
+    found = [[*row, row[3] / sa_ms, row[3] / swa_ms] for row in found]
+    drawn, _, cu = orders(shape)
+    options = {"seed": 0, "step": 0, "layer": 1}
+    permutation_ms = time_ms(lambda: document_permutation(cu, len(drawn), **options))
+    plan_ms = time_ms(lambda: plan_windows(drawn, cu, window=shape.window, window_side="two"))
+    found.append([str(shape), "the permutation", permutation_ms])
+    found.append([str(shape), "its tiles and their lists", plan_ms])
+    return found
+
+
+def curve() -> list[list]:
+    """Forward at 65,536 tokens in all (more where one sequence is longer), window 256."""
+    found = []
+    for log2 in range(10, 19):
+        T = 1 << log2
+        shape = Shape(max(1, 65_536 >> log2), T, 16, 64, 256)
+        rows = [x.detach() for x in random_rows(shape, 3)]
+        q, k, v = (x.view(shape.B, T, 16, 64).transpose(1, 2).contiguous() for x in rows)
+        plan = plans(shape)["SA"]
+
+        def full(q=q, k=k, v=v):
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        ours_ms = time_ms(partial(windowed_attention, *rows, plan, backend="triton"))
+        full_ms = time_ms(full, warm_up=1, repeats=3)
+        found.append([shape.B, T, ours_ms, full_ms, full_ms / ours_ms])
     return found
 
 
@@ -191,6 +217,7 @@ def sweep(shape: Shape) -> list[list]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--curve", action="store_true")
     wanted = parser.parse_args()
     print(versions())
     if wanted.sweep:
@@ -207,6 +234,10 @@ def main() -> None:
             "ms",
         )
         print(table(heads, found))
+        return
+    if wanted.curve:
+        heads = ("sequences", "T", "SA ms", "SDPA FlashAttention-2 ms", "ratio")
+        print(table(heads, curve()))
         return
     heads = ("B, T, H, K, window", "form", "forward ms", "forward + backward ms", "extra MiB")
     heads += ("over our SA", "over our SWA")

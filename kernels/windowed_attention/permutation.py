@@ -7,6 +7,8 @@ resume. Integer arithmetic on int64 tensors alone, whose products wrap alike eve
 import torch
 from torch import Tensor
 
+from mixtron.kernels.windowed_attention import triton_plan
+
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -61,7 +63,15 @@ def document_permutation(
         order_T [T] int64: the token at each slot. Documents keep their places.
     """
     start_T, end_T = document_bounds(cu_seqlens, tokens)
-    token_T = torch.arange(tokens, device=cu_seqlens.device)
+    keys = triton_plan.random_keys if start_T.is_cuda else random_keys
+    by_key_T = keys(start_T, end_T, seed, step, layer).argsort(stable=True)
+    # Half as many bits to sort by in int32.
+    return by_key_T[start_T[by_key_T].int().argsort(stable=True)]
+
+
+def random_keys(start_T: Tensor, end_T: Tensor, seed: int, step: int, layer: int) -> Tensor:
+    """[T] int64: what the tokens of a document are sorted by."""
+    token_T = torch.arange(len(start_T), device=start_T.device)
     counter = [
         token_T - start_T,
         end_T - start_T,
@@ -69,8 +79,7 @@ def document_permutation(
         torch.full_like(token_T, layer),
     ]
     low, high, *_ = philox_4x32(counter, (seed & LOW, (seed >> 32) & LOW))
-    by_key_T = ((high << 32) | low).argsort(stable=True)
-    return by_key_T[start_T[by_key_T].argsort(stable=True)]
+    return (high << 32) | low
 
 
 def permutation_hash(order_T: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 The slots of the permuted order are cut into segments, and inside a segment sorted by position in
 the stream. Attention sums over a set, so the result stays the same; but early and late tokens come
 to lie in different tiles, and tiles of keys that come after all of a tile's queries are skipped.
-Everything is computed on the device with sizes known on the host: nothing waits.
+Everything is computed on the device with sizes known on the host: nothing waits. On a GPU it is
+triton_plan.py that computes it.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mixtron.kernels.windowed_attention import triton_plan
 from mixtron.kernels.windowed_attention.permutation import document_bounds
 from mixtron.kernels.windowed_attention.window import WindowSide, window_reach
 
@@ -32,6 +34,8 @@ class Tiles:
     """Position in the stream."""
     start_NC: Tensor
     """Where the token's document starts in the stream."""
+    extent_7N: Tensor
+    """`Extent`, stacked."""
     rows: int
     segment: int
     first_slot: int
@@ -40,6 +44,19 @@ class Tiles:
     def tile(self) -> int:
         """Slots in a tile."""
         return self.slot_NC.shape[1]
+
+
+class Extent(NamedTuple):
+    """Of each tile; where its slots are empty, the first are NOTHING and the last -1."""
+
+    first_slot: Tensor
+    last_slot: Tensor
+    first_token: Tensor
+    last_token: Tensor
+    first_start: Tensor
+    last_start: Tensor
+    filled: Tensor
+    """1: no slot is empty."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +122,16 @@ def plan_windows(
     def tiles(piece: range | None, row_S: Tensor | None, tile: int) -> Tiles:
         piece = range(slots) if piece is None else piece
         token_S, start_S = (x[piece.start : piece.stop] for x in (order_T, start_T))
-        rows = tokens if row_S is None else len(row_S)
-        row_S = token_S if row_S is None else row_S
-        return _tiles(row_S, token_S, start_S, rows, tokens, segment, piece.start, tile)
+        return _tiles(
+            row_S,
+            token_S,
+            start_S,
+            rows=tokens if row_S is None else len(row_S),
+            tokens=tokens,
+            segment=segment,
+            first_slot=piece.start,
+            tile=tile,
+        )
 
     queries = tiles(query_slots, query_row_S, query_tile)
     same = (query_slots, query_tile) == (key_slots, key_tile) and query_row_S is key_row_S
@@ -128,15 +152,35 @@ def segment_length(window: int) -> int:
 
 
 def _tiles(
-    row_S: Tensor,
+    row_S: Tensor | None,
     token_S: Tensor,
     start_S: Tensor,
+    *,
     rows: int,
     tokens: int,
     segment: int,
     first_slot: int,
     tile: int,
 ) -> Tiles:
+    where = {"rows": rows, "tokens": tokens, "segment": segment, "first_slot": first_slot}
+    make = triton_plan.tiles if token_S.is_cuda else _tiles_torch
+    values_4NC, extent_7N = make(row_S, token_S, start_S, **where, tile=tile)
+    return Tiles(*values_4NC, extent_7N, rows, segment, first_slot)
+
+
+def _tiles_torch(
+    row_S: Tensor | None,
+    token_S: Tensor,
+    start_S: Tensor,
+    *,
+    rows: int,
+    tokens: int,
+    segment: int,
+    first_slot: int,
+    tile: int,
+) -> tuple[Tensor, Tensor]:
+    """As `triton_plan.tiles`."""
+    row_S = token_S if row_S is None else row_S
     empty_S = token_S >= tokens
     padding = (0, -len(token_S) % segment)
     token_S = F.pad(token_S.masked_fill(empty_S, NOTHING), padding, value=NOTHING)
@@ -145,41 +189,58 @@ def _tiles(
     slot_S = torch.arange(len(token_S), device=token_S.device)
     by_token_NS = token_S.unflatten(0, (-1, segment)).argsort(dim=1, stable=True)
     by_token_S = (slot_S[::segment, None] + by_token_NS).flatten()
-
-    def tiled(x_S: Tensor) -> Tensor:
-        return x_S[by_token_S].unflatten(0, (-1, tile)).int()
-
-    return Tiles(
-        tiled(row_S),
-        tiled(slot_S + first_slot),
-        tiled(token_S),
-        tiled(start_S),
-        rows,
-        segment,
-        first_slot,
+    values_4S = torch.stack([row_S, slot_S + first_slot, token_S, start_S])[:, by_token_S].int()
+    values_4NC = values_4S.unflatten(1, (-1, tile))
+    _, slot_NC, token_NC, start_NC = values_4NC
+    empty_NC = token_NC == NOTHING
+    extent = Extent(
+        slot_NC.amin(1),
+        slot_NC.amax(1),
+        token_NC.amin(1),
+        token_NC.masked_fill(empty_NC, -1).amax(1),
+        start_NC.amin(1),
+        start_NC.masked_fill(empty_NC, -1).amax(1),
+        (~empty_NC).all(1).int(),
     )
+    return values_4NC, torch.stack(extent)
 
 
 def _tile_lists(mine: Tiles, others: Tiles, before: int, after: int, *, causal: int) -> TileLists:
     """For each of my tiles, others' tiles of which a slot may lie in `before` .. `after` of one of
     its own, and whose tokens are not all later (causal = 1) or all earlier (-1)."""
-    segment, device = mine.segment, mine.slot_NC.device
-    count = len(others.slot_NC)
+    segment, count = mine.segment, len(others.slot_NC)
     # My segments and the others' are cut at other slots, but always in the same way.
     offset = mine.first_slot - others.first_slot
     first = (offset - before) // segment
     last = (offset + segment - 1 + after) // segment
-    in_segment = segment // others.tile
-    segment_N = torch.arange(len(mine.slot_NC), device=device) // (segment // mine.tile)
-    near_M = torch.arange(first * in_segment, (last + 1) * in_segment, device=device)
-    if len(near_M) < count:
-        tile_NM = segment_N[:, None] * in_segment + near_M
-    else:
-        tile_NM = torch.arange(count, device=device).expand(len(segment_N), count)
+    step = segment // others.tile
+    first, most = first * step, (last + 1 - first) * step
+    if most >= count:
+        first, step, most = 0, 0, count
+    near = (first, segment // mine.tile, step)
+    make = triton_plan.tile_lists if mine.slot_NC.is_cuda else _tile_lists_torch
+    lists = make(mine.extent_7N, others.extent_7N, near, most, before, after, causal=causal)
+    return TileLists(*lists)
+
+
+def _tile_lists_torch(
+    ours_7N: Tensor,
+    theirs_7N: Tensor,
+    near: tuple[int, int, int],
+    most: int,
+    before: int,
+    after: int,
+    *,
+    causal: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `triton_plan.tile_lists`."""
+    first, in_segment, step = near
+    device, count = ours_7N.device, theirs_7N.shape[1]
+    segment_N = torch.arange(ours_7N.shape[1], device=device) // in_segment
+    tile_NM = first + segment_N[:, None] * step + torch.arange(most, device=device)
     exists_NM = (tile_NM >= 0) & (tile_NM < count)
     tile_NM = tile_NM.clamp(0, count - 1)
-    ours = Extent(*(x[:, None] for x in _extent(mine)))
-    theirs = Extent(*(x[tile_NM] for x in _extent(others)))
+    ours, theirs = Extent(*ours_7N[:, :, None]), Extent(*theirs_7N[:, tile_NM])
     queries, keys = (ours, theirs) if causal == 1 else (theirs, ours)
     live_NM = (
         exists_NM
@@ -194,39 +255,12 @@ def _tile_lists(mine: Tiles, others: Tiles, before: int, after: int, *, causal: 
         & (theirs.first_slot >= ours.last_slot - before)
         & (keys.last_token <= queries.first_token)
         & (keys.first_token >= queries.last_start)
-        & ours.filled
-        & theirs.filled
+        & (ours.filled == 1)
+        & (theirs.filled == 1)
     )
     order_NM = (2 - live_NM.int() - whole_NM.int()).argsort(dim=1, stable=True)
-    return TileLists(
+    return (
         tile_NM.gather(1, order_NM).int(),
         live_NM.sum(1, dtype=torch.int32),
         whole_NM.sum(1, dtype=torch.int32),
-    )
-
-
-class Extent(NamedTuple):
-    """Of each tile; where its slots are empty, the first are NOTHING and the last -1."""
-
-    first_slot: Tensor
-    last_slot: Tensor
-    first_token: Tensor
-    last_token: Tensor
-    first_start: Tensor
-    last_start: Tensor
-    filled: Tensor
-    """bool: no slot is empty."""
-
-
-def _extent(tiles: Tiles) -> Extent:
-    token_NC, start_NC = tiles.token_NC, tiles.start_NC
-    empty_NC = token_NC == NOTHING
-    return Extent(
-        tiles.slot_NC.amin(1),
-        tiles.slot_NC.amax(1),
-        token_NC.amin(1),
-        token_NC.masked_fill(empty_NC, -1).amax(1),
-        start_NC.amin(1),
-        start_NC.masked_fill(empty_NC, -1).amax(1),
-        ~empty_NC.any(1),
     )

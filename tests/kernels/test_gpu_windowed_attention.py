@@ -62,6 +62,21 @@ def test_windowed_attention_triton(width, kv_heads, window, tiles, window_side, 
     )
 
 
+@pytest.mark.parametrize("window", [3, 300, 2000])
+def test_plans_are_those_of_the_cpu(window):
+    tokens = sum(LENGTHS)
+    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0), tokens], dtype=torch.int32)
+    order_T = document_permutation(cu, tokens, seed=2**63 - 1, step=2**31, layer=3)
+    found, expected = (
+        plan_windows(x, y, window=window, window_side="two")
+        for x, y in ((order_T.cuda(), cu.cuda()), (order_T, cu))
+    )
+    for part in ("queries", "keys", "keys_of_queries", "queries_of_keys"):
+        for name, x in vars(getattr(expected, part)).items():
+            if torch.is_tensor(x):
+                assert torch.equal(vars(getattr(found, part))[name].cpu(), x), (part, name)
+
+
 def test_views_of_a_fused_projection_are_read_where_they_lie():
     fused = torch.randn(200, 3 * 2 * 64, device="cuda", dtype=torch.bfloat16)
     q, k, v = (x.unflatten(1, (2, 64)) for x in fused.chunk(3, dim=1))

@@ -42,12 +42,59 @@ for lengths, kv_heads, window, side, plain, tiles in [
         assert error <= 3e-6 * float(x.norm()) + 1e-6, (T, name, error)
     print("checked", T)
 """
+PLANS = """
+import torch
+from mixtron.kernels.windowed_attention import permutation, plan, triton_plan
+from tests.kernels import test_windowed_attention as common
+
+torch_forms = {"_tiles_torch": triton_plan.tiles, "_tile_lists_torch": triton_plan.tile_lists}
+
+
+def parts(order_T, offsets, **options):
+    made = plan.plan_windows(order_T, offsets, **options)
+    sides = (made.queries, made.keys, made.keys_of_queries, made.queries_of_keys)
+    return [x for side in sides for x in vars(side).values() if torch.is_tensor(x)]
+
+
+pieces = {
+    "query_slots": range(100, 200),
+    "key_slots": range(60, 261),
+    "query_row_S": torch.arange(100).flip(0),
+    "key_row_S": torch.arange(201).flip(0),
+}
+for lengths, options in [
+    ([1, 7, 64, 1, 57, 131], {"window": 9, "window_side": "one"}),
+    ([1, 7, 64, 1, 57, 131], {"window": 90, "window_side": "two", **pieces}),
+    ([700], {"window": 300, "window_side": "two", "tokens": 333, "query_tile": 128}),
+]:
+    order_T, offsets = common.draw(lengths), common.offsets(lengths)
+    bounds = permutation.document_bounds(offsets, sum(lengths))
+    numbers = (2**63 - 1, 2**31 + 5, 7)  # seed, step, layer
+    assert torch.equal(
+        permutation.random_keys(*bounds, *numbers), triton_plan.random_keys(*bounds, *numbers)
+    )
+    expected = parts(order_T, offsets, **options)
+    forms = {name: getattr(plan, name) for name in torch_forms}
+    vars(plan).update(torch_forms)
+    found = parts(order_T, offsets, **options)
+    vars(plan).update(forms)
+    assert all(map(torch.equal, found, expected))
+    print("checked", len(found))
+"""
+
+
+def run_interpreted(program: str) -> list[str]:
+    """Lines printed by a process of its own: the interpreter is chosen when Triton is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
 
 
 def test_interpreted_kernels_equal_the_definition():
-    """In a process of its own: the interpreter is chosen when Triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", CHECK]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == [f"checked {T}" for T in (1, 65, 130, 200, 261)]
+    assert run_interpreted(CHECK) == [f"checked {T}" for T in (1, 65, 130, 200, 261)]
+
+
+def test_interpreted_plans_are_those_of_torch():
+    assert run_interpreted(PLANS) == ["checked 16"] * 3

@@ -125,8 +125,9 @@ class Config(MixerConfig):
         return kept + ("sa" in self.path_names()) * self._plan_bytes_per_token()
 
     def _plan_bytes_per_token(self) -> float:
-        """Row, slot, token and document start of each slot; both sides' lists of tiles. int32."""
-        listed = 2 * (self._tiles_met() + 2) / TILE
+        """Row, slot, token and document start of each slot; of each tile its extent and both
+        sides' lists. int32."""
+        listed = (7 + 2 * (self._tiles_met() + 2)) / TILE
         return 4 * (4 + listed)
 
     def _tiles_met(self) -> int:
