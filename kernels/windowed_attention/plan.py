@@ -165,7 +165,8 @@ def _tiles(
     where = {"rows": rows, "tokens": tokens, "segment": segment, "first_slot": first_slot}
     make = triton_plan.tiles if token_S.is_cuda else _tiles_torch
     values_4NC, extent_7N = make(row_S, token_S, start_S, **where, tile=tile)
-    return Tiles(*values_4NC, extent_7N, rows, segment, first_slot)
+    row_NC, slot_NC, token_NC, start_NC = values_4NC
+    return Tiles(row_NC, slot_NC, token_NC, start_NC, extent_7N, rows, segment, first_slot)
 
 
 def _tiles_torch(
