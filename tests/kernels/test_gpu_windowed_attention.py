@@ -5,6 +5,7 @@ import torch
 
 from mixtron.kernels.windowed_attention import (
     document_permutation,
+    gated_sum,
     plan_windows,
     windowed_attention,
     windowed_attention_reference,
@@ -88,6 +89,30 @@ def test_views_of_a_fused_projection_are_read_where_they_lie():
         for x in ((q, k, v), (q.contiguous(), k.contiguous(), v.contiguous()))
     )
     assert torch.equal(views, copies)
+
+
+@pytest.mark.parametrize("width", [1, 64])
+def test_gated_sum(width):
+    """Within what rounding fp32 sums to bf16 once allows; gates are views of a projection."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"first": (77, 4, 64), "second": (77, 4, 64), "gates": (77, 2 * 4 * width + 5)}
+    inputs = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).bfloat16()
+        for name, shape in shapes.items()
+    }
+
+    def plain(first, second, gates):
+        weights = [x.unflatten(1, (4, -1)).sigmoid() for x in gates[:, 5:].chunk(2, dim=1)]
+        return weights[0] * first + weights[1] * second
+
+    def fused(first, second, gates):
+        return gated_sum(first, second, *gates[:, 5:].chunk(2, dim=1))
+
+    compare(
+        run(fused, inputs, torch.bfloat16, "cuda"),
+        run(plain, inputs, torch.float64, "cpu"),
+        run(plain, inputs, torch.bfloat16, "cpu"),
+    )
 
 
 def test_what_the_kernels_cannot_take_is_refused():

@@ -82,6 +82,33 @@ for lengths, options in [
     print("checked", len(found))
 """
 
+GATES = """
+import torch
+from mixtron.kernels.windowed_attention import gated_sum
+
+torch.manual_seed(0)
+T, H, K = 21, 3, 16
+
+
+def plain(first_THK, second_THK, gate1_TH, gate2_TH):
+    gate1_THE, gate2_THE = (x.unflatten(1, (H, -1)).sigmoid() for x in (gate1_TH, gate2_TH))
+    return gate1_THE * first_THK + gate2_THE * second_THK
+
+
+for width in (1, K):
+    fused = torch.randn(T, 1 + 2 * H * width)
+    gates = fused[:, 1:].chunk(2, dim=1)
+    inputs = [torch.randn(T, H, K), torch.randn(T, H, K), *gates]
+    results = []
+    for form in (plain, gated_sum):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        o_THK = form(*leaves)
+        results.append([o_THK, *torch.autograd.grad((o_THK * inputs[0].cos()).sum(), leaves)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+    print("checked", width)
+"""
+
 
 def run_interpreted(program: str) -> list[str]:
     """Lines printed by a process of its own: the interpreter is chosen when Triton is imported."""
@@ -98,3 +125,7 @@ def test_interpreted_kernels_equal_the_definition():
 
 def test_interpreted_plans_are_those_of_torch():
     assert run_interpreted(PLANS) == ["checked 16"] * 3
+
+
+def test_interpreted_gates_are_those_of_torch():
+    assert run_interpreted(GATES) == ["checked 1", "checked 16"]

@@ -118,7 +118,8 @@ class Config(MixerConfig):
         elements += paths * query  # each path's output
         if paths > 1:
             elements += query  # their gated sum
-            elements += 2 * components["sa_gate"]  # the sigmoids
+            if self.kernel == "tiled":
+                elements += 2 * components["sa_gate"]  # the sigmoids
         statistics = paths * self.heads  # log-sum-exp, fp32
         statistics += self.heads + self.kv_heads if self.qk_norm else 0
         kept = (elements * bytes_per_element + 4 * statistics) / tensor

@@ -10,6 +10,7 @@ from mixtron.kernels.softmax_attention import apply_rope
 from mixtron.kernels.windowed_attention import (
     WindowPlan,
     document_permutation,
+    gated_sum,
     permutation_hash,
     plan_windows,
     windowed_attention,
@@ -92,12 +93,15 @@ class Mixer(ShardedModule):
         if len(attended) == 1:
             (o_THK,) = attended.values()
             return o_THK
-        heads = next(iter(attended.values())).shape[1]
-        gated = [
-            o_THK * parts[f"{path}_gate"].flatten(0, 1).unflatten(-1, (heads, -1)).sigmoid()
-            for path, o_THK in attended.items()
-        ]
-        return gated[0] + gated[1]
+        sa_THK, swa_THK = attended["sa"], attended["swa"]
+        sa_gate_TH, swa_gate_TH = (parts[f"{path}_gate"].flatten(0, 1) for path in attended)
+        if self.mixer.kernel == "triton":
+            return gated_sum(sa_THK, swa_THK, sa_gate_TH, swa_gate_TH)
+        heads = sa_THK.shape[1]
+        sa_THE, swa_THE = (
+            x.unflatten(-1, (heads, -1)).sigmoid() for x in (sa_gate_TH, swa_gate_TH)
+        )
+        return sa_THK * sa_THE + swa_THK * swa_THE
 
     def draw_order(self, batch: Batch) -> Tensor:
         """[T] int64: the token at each slot, over all context ranks."""
