@@ -81,8 +81,12 @@ def orders(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
 def plans(shape: Shape, **tiles: int) -> dict[str, WindowPlan]:
     drawn, plain, cu = orders(shape)
     return {
-        "SA": plan_windows(drawn, cu, window=shape.window, window_side="two", **tiles),
-        "SWA": plan_windows(plain, cu, window=shape.window, window_side="one", **tiles),
+        "SA": plan_windows(
+            drawn, cu, window=shape.window, window_side="two", backend="triton", **tiles
+        ),
+        "SWA": plan_windows(
+            plain, cu, window=shape.window, window_side="one", backend="triton", **tiles
+        ),
     }
 
 
@@ -148,9 +152,11 @@ def compare(shape: Shape) -> list[list]:
     sa_ms, swa_ms = found[0][3], found[1][3]
     found = [[*row, row[3] / sa_ms, row[3] / swa_ms] for row in found]
     drawn, _, cu = orders(shape)
-    options = {"seed": 0, "step": 0, "layer": 1}
+    options = {"seed": 0, "step": 0, "layer": 1, "backend": "triton"}
     permutation_ms = time_ms(lambda: document_permutation(cu, len(drawn), **options))
-    plan_ms = time_ms(lambda: plan_windows(drawn, cu, window=shape.window, window_side="two"))
+    plan_ms = time_ms(
+        lambda: plan_windows(drawn, cu, window=shape.window, window_side="two", backend="triton")
+    )
     found.append([str(shape), "the permutation", permutation_ms])
     found.append([str(shape), "its tiles and their lists", plan_ms])
     return found

@@ -1,15 +1,13 @@
 """The public op: checks what it is given and runs the form that is asked for."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from mixtron.kernels.windowed_attention import triton_op
+from mixtron.kernels.windowed_attention.permutation import Backend
 from mixtron.kernels.windowed_attention.plan import WindowPlan
 from mixtron.kernels.windowed_attention.tiled import TiledAttention
 
-Backend = Literal["tiled", "triton"]
 FORMS = {"tiled": TiledAttention, "triton": triton_op.TritonAttention}
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -3,8 +3,7 @@
 The slots of the permuted order are cut into segments, and inside a segment sorted by position in
 the stream. Attention sums over a set, so the result stays the same; but early and late tokens come
 to lie in different tiles, and tiles of keys that come after all of a tile's queries are skipped.
-Everything is computed on the device with sizes known on the host: nothing waits. On a GPU it is
-triton_plan.py that computes it.
+Everything is computed on the device with sizes known on the host: nothing waits.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixtron.kernels.windowed_attention import triton_plan
-from mixtron.kernels.windowed_attention.permutation import document_bounds
+from mixtron.kernels.windowed_attention.permutation import Backend, document_bounds
 from mixtron.kernels.windowed_attention.window import WindowSide, window_reach
 
 TILE = 64
@@ -95,6 +94,7 @@ def plan_windows(
     key_row_S: Tensor | None = None,
     query_tile: int = TILE,
     key_tile: int = TILE,
+    backend: Backend = "tiled",
 ) -> WindowPlan:
     """Plans attention over the permuted order, or over a piece of it.
 
@@ -108,6 +108,7 @@ def plan_windows(
         query_row_S, key_row_S   for each slot of the piece, its row in q (and o), in k and v;
                                  None: the token itself.
         query_tile, key_tile     slots in a tile of either side, a power of two up to a segment.
+        backend      "tiled" in torch on any device, "triton" on a GPU: the same plan.
     Raises:
         ValueError: a window below 1, an unknown side, or an order that is not [T] int64.
     """
@@ -131,6 +132,7 @@ def plan_windows(
             segment=segment,
             first_slot=piece.start,
             tile=tile,
+            backend=backend,
         )
 
     queries = tiles(query_slots, query_row_S, query_tile)
@@ -141,8 +143,8 @@ def plan_windows(
         after,
         queries,
         keys,
-        _tile_lists(queries, keys, before, after, causal=1),
-        _tile_lists(keys, queries, after, before, causal=-1),
+        _tile_lists(queries, keys, before, after, causal=1, backend=backend),
+        _tile_lists(keys, queries, after, before, causal=-1, backend=backend),
     )
 
 
@@ -161,9 +163,10 @@ def _tiles(
     segment: int,
     first_slot: int,
     tile: int,
+    backend: Backend,
 ) -> Tiles:
     where = {"rows": rows, "tokens": tokens, "segment": segment, "first_slot": first_slot}
-    make = triton_plan.tiles if token_S.is_cuda else _tiles_torch
+    make = triton_plan.tiles if backend == "triton" else _tiles_torch
     values_4NC, extent_7N = make(row_S, token_S, start_S, **where, tile=tile)
     row_NC, slot_NC, token_NC, start_NC = values_4NC
     return Tiles(row_NC, slot_NC, token_NC, start_NC, extent_7N, rows, segment, first_slot)
@@ -206,7 +209,9 @@ def _tiles_torch(
     return values_4NC, torch.stack(extent)
 
 
-def _tile_lists(mine: Tiles, others: Tiles, before: int, after: int, *, causal: int) -> TileLists:
+def _tile_lists(
+    mine: Tiles, others: Tiles, before: int, after: int, *, causal: int, backend: Backend
+) -> TileLists:
     """For each of my tiles, others' tiles of which a slot may lie in `before` .. `after` of one of
     its own, and whose tokens are not all later (causal = 1) or all earlier (-1)."""
     segment, count = mine.segment, len(others.slot_NC)
@@ -219,7 +224,7 @@ def _tile_lists(mine: Tiles, others: Tiles, before: int, after: int, *, causal: 
     if most >= count:
         first, step, most = 0, 0, count
     near = (first, segment // mine.tile, step)
-    make = triton_plan.tile_lists if mine.slot_NC.is_cuda else _tile_lists_torch
+    make = triton_plan.tile_lists if backend == "triton" else _tile_lists_torch
     lists = make(mine.extent_7N, others.extent_7N, near, most, before, after, causal=causal)
     return TileLists(*lists)
 

@@ -41,7 +41,7 @@ class _GatedSum(torch.autograd.Function):
         return tuple(grads)
 
 
-def _sizes(first_THK: Tensor, gate1_TH: Tensor, gate2_TH: Tensor) -> tuple[tuple[int], dict]:
+def _sizes(first_THK: Tensor, gate1_TH: Tensor, gate2_TH: Tensor) -> tuple[tuple, dict]:
     T, H, K = first_THK.shape
     sizes = {
         "stride1": gate1_TH.stride(0),
@@ -76,7 +76,7 @@ def _forward_kernel(
     inside = (row_R < rows)[:, None]
     first_RK = tl.load(first_THK + at_RK, inside, 0.0).to(tl.float32)
     second_RK = tl.load(second_THK + at_RK, inside, 0.0).to(tl.float32)
-    width: tl.constexpr = K if BY_CHANNEL else 1
+    width: tl.constexpr = K if BY_CHANNEL else 1  # pyright: ignore[reportAssignmentType]
     gate1_RE = tl.load(_gates(gate1_TH, row_R, stride1, H, width), inside, 0.0).to(tl.float32)
     gate2_RE = tl.load(_gates(gate2_TH, row_R, stride2, H, width), inside, 0.0).to(tl.float32)
     o_RK = tl.sigmoid(gate1_RE) * first_RK + tl.sigmoid(gate2_RE) * second_RK
@@ -105,7 +105,7 @@ def _backward_kernel(
     row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     at_RK = row_R[:, None] * K + tl.arange(0, K)[None, :]
     inside = (row_R < rows)[:, None]
-    width: tl.constexpr = K if BY_CHANNEL else 1
+    width: tl.constexpr = K if BY_CHANNEL else 1  # pyright: ignore[reportAssignmentType]
     do_RK = tl.load(do_THK + at_RK, inside, 0.0).to(tl.float32)
     out_RE = row_R[:, None] * width + tl.arange(0, width)[None, :]
 

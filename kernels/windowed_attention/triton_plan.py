@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mixtron.kernels.triton_tools import INTERPRETED
+
 KEYS = 1024
 NOTHING = tl.constexpr(2**31 - 1)
 """Of plan.py."""
@@ -18,6 +20,8 @@ NOTHING = tl.constexpr(2**31 - 1)
 
 def random_keys(start_T: Tensor, end_T: Tensor, seed: int, step: int, layer: int) -> Tensor:
     """[T] int64: two words of Philox-4x32-10 for each token, as permutation.py has them."""
+    if not (start_T.is_cuda or INTERPRETED):
+        raise ValueError(f"cu_seqlens is on {start_T.device}: backend='triton' plans on a GPU")
     T = len(start_T)
     key_T = torch.empty_like(start_T)
     words = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, step, layer]
@@ -61,6 +65,8 @@ def tiles(
 ) -> tuple[Tensor, Tensor]:
     """Row, slot, token and document start [4, N, C] int32 in the order of tiles, and the tiles'
     extents [7, N] int32. Without row_S a slot's row is its token."""
+    if not (token_S.is_cuda or INTERPRETED):
+        raise ValueError(f"order_T is on {token_S.device}: backend='triton' plans on a GPU")
     slots = len(token_S)
     segments = triton.cdiv(slots, segment)
     N = segments * (segment // tile)

@@ -67,11 +67,13 @@ def test_windowed_attention_triton(width, kv_heads, window, tiles, window_side, 
 def test_plans_are_those_of_the_cpu(window):
     tokens = sum(LENGTHS)
     cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0), tokens], dtype=torch.int32)
-    order_T = document_permutation(cu, tokens, seed=2**63 - 1, step=2**31, layer=3)
-    found, expected = (
-        plan_windows(x, y, window=window, window_side="two")
-        for x, y in ((order_T.cuda(), cu.cuda()), (order_T, cu))
-    )
+    options = {"seed": 2**63 - 1, "step": 2**31, "layer": 3}
+    order_T = document_permutation(cu, tokens, **options)
+    drawn_T = document_permutation(cu.cuda(), tokens, **options, backend="triton")
+    assert torch.equal(drawn_T.cpu(), order_T)
+    options = {"window": window, "window_side": "two"}
+    expected = plan_windows(order_T, cu, **options)
+    found = plan_windows(drawn_T, cu.cuda(), **options, backend="triton")
     for part in ("queries", "keys", "keys_of_queries", "queries_of_keys"):
         for name, x in vars(getattr(expected, part)).items():
             if torch.is_tensor(x):

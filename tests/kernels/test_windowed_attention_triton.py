@@ -44,14 +44,11 @@ for lengths, kv_heads, window, side, plain, tiles in [
 """
 PLANS = """
 import torch
-from mixtron.kernels.windowed_attention import permutation, plan, triton_plan
+from mixtron.kernels.windowed_attention import document_permutation, plan_windows
 from tests.kernels import test_windowed_attention as common
 
-torch_forms = {"_tiles_torch": triton_plan.tiles, "_tile_lists_torch": triton_plan.tile_lists}
-
-
 def parts(order_T, offsets, **options):
-    made = plan.plan_windows(order_T, offsets, **options)
+    made = plan_windows(order_T, offsets, **options)
     sides = (made.queries, made.keys, made.keys_of_queries, made.queries_of_keys)
     return [x for side in sides for x in vars(side).values() if torch.is_tensor(x)]
 
@@ -68,16 +65,16 @@ for lengths, options in [
     ([700], {"window": 300, "window_side": "two", "tokens": 333, "query_tile": 128}),
 ]:
     order_T, offsets = common.draw(lengths), common.offsets(lengths)
-    bounds = permutation.document_bounds(offsets, sum(lengths))
-    numbers = (2**63 - 1, 2**31 + 5, 7)  # seed, step, layer
-    assert torch.equal(
-        permutation.random_keys(*bounds, *numbers), triton_plan.random_keys(*bounds, *numbers)
+    draws = [
+        document_permutation(
+            offsets, sum(lengths), seed=2**63 - 1, step=2**31 + 5, layer=7, backend=backend
+        )
+        for backend in ("triton", "tiled")
+    ]
+    assert torch.equal(*draws)
+    found, expected = (
+        parts(order_T, offsets, **options, backend=backend) for backend in ("triton", "tiled")
     )
-    expected = parts(order_T, offsets, **options)
-    forms = {name: getattr(plan, name) for name in torch_forms}
-    vars(plan).update(torch_forms)
-    found = parts(order_T, offsets, **options)
-    vars(plan).update(forms)
     assert all(map(torch.equal, found, expected))
     print("checked", len(found))
 """

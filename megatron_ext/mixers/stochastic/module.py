@@ -117,7 +117,12 @@ class Mixer(ShardedModule):
     def _permutation(self, batch: Batch, cu_seqlens: Tensor, tokens: int) -> Tensor:
         step = batch.step if self.mixer.resample == "step" else EVALUATION_STEP
         return document_permutation(
-            cu_seqlens, tokens, seed=self.mixer.seed, step=step, layer=self.layer_number
+            cu_seqlens,
+            tokens,
+            seed=self.mixer.seed,
+            step=step,
+            layer=self.layer_number,
+            backend=self.mixer.kernel,
         )
 
     def _attend_random(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, batch: Batch) -> Tensor:
@@ -126,7 +131,11 @@ class Mixer(ShardedModule):
             plan = self.decoding.prefill_plan(batch)
             return windowed_attention(q_THK, k_TGK, v_TGK, plan, backend=mixer.kernel)
         order_T, size, rank = self.draw_order(batch), batch.context_size, batch.context_rank
-        options = {"window": mixer.window, "window_side": mixer.window_side}
+        options = {
+            "window": mixer.window,
+            "window_side": mixer.window_side,
+            "backend": mixer.kernel,
+        }
         if size == 1:
             plan = plan_windows(order_T, batch.cu_seqlens, **options)
             return windowed_attention(q_THK, k_TGK, v_TGK, plan, backend=mixer.kernel)
@@ -150,16 +159,18 @@ class Mixer(ShardedModule):
 
     def _attend_plain(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, batch: Batch) -> Tensor:
         window = self.mixer.window
-        plan = batch.once(("plain window", window), lambda: plain_plan(batch, window))
+        plan = batch.once(
+            ("plain window", window, self.mixer.kernel), lambda: plain_plan(batch, self.mixer)
+        )
         if batch.context_size > 1:
             kv_TGE = torch.cat([k_TGK, v_TGK], dim=-1)
             k_TGK, v_TGK = with_rows_before(kv_TGE, window - 1, self.cp_group).chunk(2, dim=-1)
         return windowed_attention(q_THK, k_TGK, v_TGK, plan, backend=self.mixer.kernel)
 
 
-def plain_plan(batch: Batch, window: int) -> WindowPlan:
+def plain_plan(batch: Batch, mixer: Config) -> WindowPlan:
     """Of sliding-window attention over this context rank's tokens; shared by all layers."""
-    size, rank = batch.context_size, batch.context_rank
+    window, size, rank = mixer.window, batch.context_size, batch.context_rank
     tokens = size * len(batch.position_ids)
     token_T = torch.arange(tokens, device=batch.cu_seqlens.device)
     own = slot_pieces(tokens, size, 0, 0)[rank]
@@ -173,4 +184,5 @@ def plain_plan(batch: Batch, window: int) -> WindowPlan:
         key_slots=seen,
         query_row_S=token_T[: len(own)],
         key_row_S=token_T[: len(seen)],
+        backend=mixer.kernel,
     )
