@@ -249,3 +249,11 @@ def test_triton_kernels_are_refused_where_they_cannot_run(
     )
     with pytest.raises(ConfigError, match=said):
         check_device(config.model_copy(update={"training": training}), device_type)
+
+
+@pytest.mark.parametrize(("name", "mixer"), [("sa_swa_400m", "sa_swa"), ("sd_125m", "sd")])
+def test_widths_that_triton_kernels_cannot_take_are_refused(name, mixer):
+    path = Path(__file__).parents[2] / f"configs/{name}.yaml"
+    overrides = [f"mixers.{mixer}.kernel=triton", f"mixers.{mixer}.head_dim=32"]
+    with pytest.raises(ConfigError, match="kernel=triton takes a head_dim of 64 or 128, not 32"):
+        load_config(path, overrides)
