@@ -19,8 +19,8 @@ from mixtron.kernels.sd_attention.triton_forward import keys_before
 from mixtron.kernels.triton_tools import LOG2_E, gather, scatter
 
 
-@triton.jit(do_not_specialize=["T", "H"])
-def delta_kernel(o_THV, do_THV, delta_HT, T, H, V: tl.constexpr, C: tl.constexpr):
+@triton.jit(do_not_specialize=["T"])
+def delta_kernel(o_THV, do_THV, delta_HT, T, H: tl.constexpr, V: tl.constexpr, C: tl.constexpr):
     """delta = do . o of C tokens of one head."""
     head = tl.program_id(0) % H
     t_C = tl.program_id(0) // H * C + tl.arange(0, C)
@@ -30,7 +30,7 @@ def delta_kernel(o_THV, do_THV, delta_HT, T, H, V: tl.constexpr, C: tl.constexpr
     tl.store(delta_HT + head.to(tl.int64) * T + t_C, tl.sum(o_CV * do_CV, 1), t_C < T)
 
 
-@triton.jit(do_not_specialize=["T", "H"])
+@triton.jit(do_not_specialize=["T"])
 def gradient_kernel(
     q_THK,
     k_THK,
@@ -50,7 +50,7 @@ def gradient_kernel(
     q_stride,
     k_stride,
     v_stride,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,

@@ -13,7 +13,7 @@ import triton.language as tl
 from mixtron.kernels.triton_tools import LOG2_E, gather, scatter
 
 
-@triton.jit(do_not_specialize=["T", "H"])
+@triton.jit(do_not_specialize=["T"])
 def forward_kernel(
     q_THK,
     k_THK,
@@ -27,7 +27,7 @@ def forward_kernel(
     q_stride,
     k_stride,
     v_stride,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     Q: tl.constexpr,

@@ -13,9 +13,7 @@ from mixtron.kernels.triton_tools import LOG2_E, gather, scatter
 from mixtron.kernels.windowed_attention.triton_forward import attended, window
 
 
-@triton.jit(
-    do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots", "H", "G"]
-)
+@triton.jit(do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots"])
 def query_gradient_kernel(
     q_THK,
     k_SGK,
@@ -45,8 +43,8 @@ def query_gradient_kernel(
     q_stride,
     k_stride,
     v_stride,
-    H,
-    G,
+    H: tl.constexpr,
+    G: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     Q: tl.constexpr,
@@ -94,9 +92,7 @@ def query_gradient_kernel(
     scatter(dq_THK + head * K, row_Q, H * K, key_K, query_rows, dq_QK * scale)
 
 
-@triton.jit(
-    do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots", "H", "G"]
-)
+@triton.jit(do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots"])
 def key_gradients_kernel(
     q_THK,
     k_SGK,
@@ -126,8 +122,8 @@ def key_gradients_kernel(
     q_stride,
     k_stride,
     v_stride,
-    H,
-    G,
+    H: tl.constexpr,
+    G: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     Q: tl.constexpr,

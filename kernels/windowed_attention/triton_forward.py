@@ -13,9 +13,7 @@ import triton.language as tl
 from mixtron.kernels.triton_tools import LOG2_E, gather, scatter
 
 
-@triton.jit(
-    do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots", "H", "G"]
-)
+@triton.jit(do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots"])
 def forward_kernel(
     q_THK,
     k_SGK,
@@ -42,8 +40,8 @@ def forward_kernel(
     q_stride,
     k_stride,
     v_stride,
-    H,
-    G,
+    H: tl.constexpr,
+    G: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     Q: tl.constexpr,
