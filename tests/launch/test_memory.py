@@ -24,7 +24,7 @@ BF16 = "training.precision=bf16"
 MEASURED = {path.stem: (path.stem, []) for path in sorted(CONFIGS.glob("debug_*.yaml"))} | {
     "kla": ("kla_400m", ["model.layers=2", "mixers.kla.kernel=chunk"]),
     "attention": ("attention_400m", ["model.layers=2"]),
-    "sa_swa": ("sa_swa_400m", ["model.layers=2", "mixers.sa_swa.kernel=tiled"]),
+    "sa_swa": ("sa_swa_400m", ["model.layers=2"]),
     "grouped": ("attention_400m", ["model.layers=2", "mixers.attention.kv_heads=2"]),
     "qk_norm": ("attention_400m", ["model.layers=2", "mixers.attention.qk_norm=true"]),
     "dropout": ("attention_400m", ["model.layers=2", "model.dropout=0.1"]),
