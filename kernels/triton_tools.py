@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def product_dtype(dtype: torch.dtype) -> tl.dtype:
@@ -22,6 +23,23 @@ def product_dtype(dtype: torch.dtype) -> tl.dtype:
 def tile(base, first_row, row_stride: tl.constexpr, row_C, column_E):
     """Pointers to rows first_row (int64) + row_C and columns column_E of a matrix."""
     return base + first_row * row_stride + (row_C[:, None] * row_stride + column_E[None, :])
+
+
+@triton.jit
+def gather(base, row_C, stride, column_E, count, masked: tl.constexpr):
+    """Rows row_C of a matrix; zeros for those beyond `count`, of which there are none if not
+    masked."""
+    pointers = base + row_C.to(tl.int64)[:, None] * stride + column_E[None, :]
+    if masked:
+        return tl.load(pointers, (row_C < count)[:, None], 0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def scatter(base, row_C, stride, column_E, count, x_CE):
+    """Writes to rows row_C, but for those beyond `count`."""
+    pointers = base + row_C.to(tl.int64)[:, None] * stride + column_E[None, :]
+    tl.store(pointers, x_CE.to(base.dtype.element_ty), (row_C < count)[:, None])
 
 
 @triton.jit

@@ -1,9 +1,13 @@
 """The public op: strictly causal attention with each token's own term merged in."""
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
-from mixtron.kernels.sd_attention import blockwise, flash
+from mixtron.kernels.sd_attention import blockwise, flash, triton_op
+
+Backend = Literal["blockwise", "triton"]
 
 
 def sd_attention(
@@ -15,6 +19,7 @@ def sd_attention(
     cu_seqlens: Tensor,
     *,
     scale: float,
+    backend: Backend = "blockwise",
 ) -> Tensor:
     """Causal softmax of L = S - D inside each document (arXiv 2605.18826).
 
@@ -26,18 +31,29 @@ def sd_attention(
         d_TH          [T, H]     >= 0, fp32 or fp64.
         lengths       the documents' lengths on the host; they sum to T.
         cu_seqlens    [N+1] int32 on the device, may be padded by repeating T.
+        scale         positive.
+        backend       "blockwise" on any device (on a GPU in bf16 and fp16 by FlashAttention),
+                      "triton" for bf16 on a GPU with K and V of 64 or 128.
     Returns:
         [T, H, V] in v's dtype. Memory is linear in T, forward and backward, and nothing waits for
-        the device. On a GPU in bf16 and fp16 by FlashAttention, otherwise block by block.
+        the device.
     Raises:
         ValueError: shapes, dtypes or widths that do not fit.
     """
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend is {backend!r}, expected one of {', '.join(get_args(Backend))}")
     _check(q_THK, k_THK, v_THV, d_TH, lengths)
+    if backend == "triton":
+        triton_op.check(q_THK, v_THV, scale)
+        return triton_op.TritonSDAttention.apply(  # type: ignore[return-value]
+            q_THK, k_THK, v_THV, d_TH, cu_seqlens, scale
+        )
+    _check_flash_widths(q_THK, v_THV)
     return _SDAttention.apply(q_THK, k_THK, v_THV, d_TH, lengths, cu_seqlens, scale)  # type: ignore[return-value]
 
 
 def _check(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, d_TH: Tensor, lengths: list[int]) -> None:
-    T, H, K = q_THK.shape
+    T, H, _ = q_THK.shape
     if k_THK.shape != q_THK.shape or v_THV.shape[:2] != (T, H) or d_TH.shape != (T, H):
         raise ValueError(
             f"q {list(q_THK.shape)}, k {list(k_THK.shape)}, v {list(v_THV.shape)} and "
@@ -47,6 +63,10 @@ def _check(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, d_TH: Tensor, lengths: l
         raise ValueError(f"documents of {sum(lengths)} tokens do not fit q of {T}")
     if d_TH.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"d_TH is {d_TH.dtype}, expected fp32 or fp64")
+
+
+def _check_flash_widths(q_THK: Tensor, v_THV: Tensor) -> None:
+    K = q_THK.shape[-1]
     if _on_flash(q_THK) and (2 * K > flash.MAX_WIDTH or v_THV.shape[-1] > 2 * K):
         raise ValueError(
             f"K={K}, V={v_THV.shape[-1]}: FlashAttention takes K up to {flash.MAX_WIDTH // 2} "

@@ -10,12 +10,14 @@ from mixtron.kernels.windowed_attention.reference import (
     attended_pairs,
     windowed_attention_reference,
 )
+from mixtron.kernels.windowed_attention.triton_gates import gated_sum
 from mixtron.kernels.windowed_attention.window import window_reach
 
 __all__ = [
     "WindowPlan",
     "attended_pairs",
     "document_permutation",
+    "gated_sum",
     "permutation_hash",
     "plan_windows",
     "window_reach",

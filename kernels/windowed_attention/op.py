@@ -1,16 +1,26 @@
-"""The public op: checks what it is given and runs the tiled form."""
+"""The public op: checks what it is given and runs the form that is asked for."""
 
 import torch
 from torch import Tensor
 
+from mixtron.kernels.windowed_attention import triton_op
+from mixtron.kernels.windowed_attention.permutation import Backend
 from mixtron.kernels.windowed_attention.plan import WindowPlan
 from mixtron.kernels.windowed_attention.tiled import TiledAttention
+
+FORMS = {"tiled": TiledAttention, "triton": triton_op.TritonAttention}
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def windowed_attention(
-    q_THK: Tensor, k_SGK: Tensor, v_SGV: Tensor, plan: WindowPlan, *, scale: float | None = None
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    plan: WindowPlan,
+    *,
+    scale: float | None = None,
+    backend: Backend = "tiled",
 ) -> Tensor:
     """o_i = sum_j softmax_j(scale q_i . k_j) v_j over the tokens j that i attends.
 
@@ -25,6 +35,8 @@ def windowed_attention(
         plan   of `plan_windows`, which fixes T and S, the rows that it expects. Shared by all
                heads, and by layers with the same order.
         scale  None is K^-1/2.
+        backend  "tiled" in torch on any device; "triton" for bf16 on a GPU with K and V of 64 or
+                 128 and a positive scale.
     Returns:
         [T, H, V] in q's dtype, rows as in q. Softmax and sums are in fp32 (fp64 for fp64).
     Raises:
@@ -49,5 +61,9 @@ def windowed_attention(
             raise ValueError(
                 f"{name} is {x.dtype} on {x.device}, expected q's {q_THK.dtype} on {q_THK.device}"
             )
-    scale = K**-0.5 if scale is None else scale
-    return TiledAttention.apply(q_THK, k_SGK, v_SGV, plan, scale)  # type: ignore[return-value]
+    scale = float(K**-0.5 if scale is None else scale)
+    if backend not in FORMS:
+        raise ValueError(f"backend is {backend!r}, expected one of {', '.join(FORMS)}")
+    if backend == "triton":
+        triton_op.check(q_THK, v_SGV, scale)
+    return FORMS[backend].apply(q_THK, k_SGK, v_SGV, plan, scale)  # type: ignore[return-value]

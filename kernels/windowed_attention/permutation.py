@@ -4,8 +4,14 @@ No generator state: the bits are the same on every rank and device, in recomputa
 resume. Integer arithmetic on int64 tensors alone, whose products wrap alike everywhere.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+from mixtron.kernels.windowed_attention import triton_plan
+
+Backend = Literal["tiled", "triton"]
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -46,7 +52,13 @@ def document_bounds(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def document_permutation(
-    cu_seqlens: Tensor, tokens: int, *, seed: int, step: int, layer: int
+    cu_seqlens: Tensor,
+    tokens: int,
+    *,
+    seed: int,
+    step: int,
+    layer: int,
+    backend: Backend = "tiled",
 ) -> Tensor:
     """A uniform permutation inside each document, independent between steps and layers.
 
@@ -57,11 +69,20 @@ def document_permutation(
                     by repeating T.
         tokens      T, on the host, so that nothing waits for the device.
         seed        below 2^64; step and layer below 2^32.
+        backend     "tiled" in torch on any device, "triton" on a GPU: the same bits.
     Returns:
         order_T [T] int64: the token at each slot. Documents keep their places.
     """
     start_T, end_T = document_bounds(cu_seqlens, tokens)
-    token_T = torch.arange(tokens, device=cu_seqlens.device)
+    keys = triton_plan.random_keys if backend == "triton" else random_keys
+    by_key_T = keys(start_T, end_T, seed, step, layer).argsort(stable=True)
+    # Half as many bits to sort by in int32.
+    return by_key_T[start_T[by_key_T].int().argsort(stable=True)]
+
+
+def random_keys(start_T: Tensor, end_T: Tensor, seed: int, step: int, layer: int) -> Tensor:
+    """[T] int64: what the tokens of a document are sorted by."""
+    token_T = torch.arange(len(start_T), device=start_T.device)
     counter = [
         token_T - start_T,
         end_T - start_T,
@@ -69,8 +90,7 @@ def document_permutation(
         torch.full_like(token_T, layer),
     ]
     low, high, *_ = philox_4x32(counter, (seed & LOW, (seed >> 32) & LOW))
-    by_key_T = ((high << 32) | low).argsort(stable=True)
-    return by_key_T[start_T[by_key_T].argsort(stable=True)]
+    return (high << 32) | low
 
 
 def permutation_hash(order_T: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mixtron.kernels.windowed_attention.plan import TILE, TileLists, Tiles, WindowPlan
+from mixtron.kernels.windowed_attention.plan import TileLists, Tiles, WindowPlan
 
 GROUP_SCORES = 1 << 24
 """Scores computed at once, in elements."""
@@ -27,7 +27,9 @@ class TiledAttention(torch.autograd.Function):
         # The last row takes what belongs to empty slots.
         o_THV = q_THK.new_zeros(T + 1, H, v_TGV.shape[2])
         lse_TH = q_THK.new_zeros(T + 1, H, dtype=dtype)
-        for tile_P, tile_PM, listed_PM in _groups(plan.keys_of_queries, H):
+        for tile_P, tile_PM, listed_PM in _groups(
+            plan.keys_of_queries, H, plan.queries.tile, plan.keys.tile
+        ):
             query_row, key_row = _rows(plan.queries, tile_P), _rows(plan.keys, tile_PM)
             allowed_PQS = _allowed(plan, tile_P[:, None], tile_PM) & listed_PM[:, None]
             q, k, v = (
@@ -37,8 +39,8 @@ class TiledAttention(torch.autograd.Function):
             logits = _masked(scale * q @ k.mT, allowed_PQS)
             lse = logits.logsumexp(-1, keepdim=True)
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # empty slots: no weights, not NaN
-            o_THV[query_row] = _by_row((logits - lse).exp() @ v, TILE).to(o_THV.dtype)
-            lse_TH[query_row] = _by_row(lse, TILE).squeeze(-1)
+            o_THV[query_row] = _by_row((logits - lse).exp() @ v, plan.queries.tile).to(o_THV.dtype)
+            lse_TH[query_row] = _by_row(lse, plan.queries.tile).squeeze(-1)
         o_THV, lse_TH = o_THV[:T], lse_TH[:T]
         ctx.save_for_backward(q_THK, k_TGK, v_TGV, o_THV, lse_TH)
         ctx.plan, ctx.scale = plan, scale
@@ -61,7 +63,9 @@ def _query_gradient(
     """ds = p (do . v - delta), dq = scale ds k."""
     dtype, (T, H, K), G = lse_TH1.dtype, q_THK.shape, k_TGK.shape[1]
     dq_THK = q_THK.new_zeros(T + 1, H, K)
-    for tile_P, tile_PM, listed_PM in _groups(plan.keys_of_queries, H):
+    for tile_P, tile_PM, listed_PM in _groups(
+        plan.keys_of_queries, H, plan.queries.tile, plan.keys.tile
+    ):
         query_row, key_row = _rows(plan.queries, tile_P), _rows(plan.keys, tile_PM)
         allowed_PQS = _allowed(plan, tile_P[:, None], tile_PM) & listed_PM[:, None]
         q, do, lse, delta = (
@@ -70,7 +74,7 @@ def _query_gradient(
         k, v = (_by_head(x, key_row, G, dtype) for x in (k_TGK, v_TGV))
         weights = (_masked(scale * q @ k.mT, allowed_PQS) - lse).exp()
         ds = weights * (do @ v.mT - delta)
-        dq_THK[query_row] = _by_row(scale * ds @ k, TILE).to(dq_THK.dtype)
+        dq_THK[query_row] = _by_row(scale * ds @ k, plan.queries.tile).to(dq_THK.dtype)
     return dq_THK[:T]
 
 
@@ -80,7 +84,9 @@ def _key_gradients(
     """dv = p^T do and dk = scale ds^T q, summed over the heads that share k and v."""
     dtype, H, (S, G, K) = lse_TH1.dtype, q_THK.shape[1], k_TGK.shape
     dk_TGK, dv_TGV = k_TGK.new_zeros(S + 1, G, K), v_TGV.new_zeros(S + 1, G, v_TGV.shape[2])
-    for tile_P, tile_PM, listed_PM in _groups(plan.queries_of_keys, H):
+    for tile_P, tile_PM, listed_PM in _groups(
+        plan.queries_of_keys, H, plan.keys.tile, plan.queries.tile
+    ):
         key_row, query_row = _rows(plan.keys, tile_P), _rows(plan.queries, tile_PM)
         allowed_PQS = _allowed(plan, tile_PM, tile_P[:, None]) & listed_PM[:, :, None]
         q, do, lse, delta = (
@@ -89,17 +95,19 @@ def _key_gradients(
         k, v = (_by_head(x, key_row, G, dtype) for x in (k_TGK, v_TGV))
         weights = (_masked(scale * q @ k.mT, allowed_PQS) - lse).exp()
         ds = weights * (do @ v.mT - delta)
-        dk_TGK[key_row] = _by_row(scale * ds.mT @ q, TILE).to(dk_TGK.dtype)
-        dv_TGV[key_row] = _by_row(weights.mT @ do, TILE).to(dv_TGV.dtype)
+        dk_TGK[key_row] = _by_row(scale * ds.mT @ q, plan.keys.tile).to(dk_TGK.dtype)
+        dv_TGV[key_row] = _by_row(weights.mT @ do, plan.keys.tile).to(dv_TGV.dtype)
     return dk_TGK[:S], dv_TGV[:S]
 
 
-def _groups(lists: TileLists, heads: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _groups(
+    lists: TileLists, heads: int, own_tile: int, other_tile: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """P tiles at a time with the lists of M tiles that they meet, and which entries count.
 
-    [P], [P, M] and [P, M C] bool, C entries a tile. On a CPU tiles with lists of about one length
-    go together, and nothing beyond is computed; on a GPU reading the lengths would wait for the
-    device, so all of the fixed-size lists is computed, and masked.
+    [P], [P, M] and [P, M C] bool, C slots in each of the others' tiles. On a CPU tiles with lists
+    of about one length go together, and nothing beyond is computed; on a GPU reading the lengths
+    would wait for the device, so all of the fixed-size lists is computed, and masked.
     """
     count_N, most = lists.count_N, lists.tiles_NM.shape[1]
     on_cpu = count_N.device.type == "cpu"
@@ -108,10 +116,10 @@ def _groups(lists: TileLists, heads: int) -> Iterator[tuple[Tensor, Tensor, Tens
     first = 0
     while first < len(counts) and counts[first] > 0:
         width = counts[first]
-        last = first + max(1, GROUP_SCORES // (heads * TILE * TILE * width))
+        last = first + max(1, GROUP_SCORES // (heads * own_tile * other_tile * width))
         tile_P = tile_N[first:last]
         entry_M = torch.arange(width, device=count_N.device)
-        listed_PM = (entry_M < count_N[tile_P][:, None]).repeat_interleave(TILE, dim=1)
+        listed_PM = (entry_M < count_N[tile_P][:, None]).repeat_interleave(other_tile, dim=1)
         yield tile_P, lists.tiles_NM[tile_P, :width].long(), listed_PM
         first = last
 

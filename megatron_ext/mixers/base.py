@@ -119,3 +119,12 @@ def require_context_divides(name: str, field: str, local: int, tensor: int, cont
             f"leaves {local} heads, which context ranks exchange for tokens; values of "
             f"parallel.context that work: {', '.join(map(str, fits))}"
         )
+
+
+def require_gpu_and_bf16(name: str, otherwise: str, device_type: str, precision: str) -> None:
+    """Refuses kernel=triton where it cannot run; `otherwise` is the form that can."""
+    if device_type != "cuda" or precision != "bf16":
+        raise ConfigError(
+            f"mixers.{name}.kernel=triton runs on a GPU in bf16, not on {device_type} in "
+            f"{precision}; set mixers.{name}.kernel={otherwise}"
+        )

@@ -228,10 +228,32 @@ def test_it_imports_no_torch():
 
 
 @pytest.mark.parametrize(("device_type", "precision"), [("cpu", "bf16"), ("cuda", "fp32")])
-def test_triton_kernels_are_refused_where_they_cannot_run(device_type, precision):
-    config = load_config(Path(__file__).parents[2] / "configs/kla_400m.yaml")
+@pytest.mark.parametrize(
+    ("name", "mixer", "otherwise"),
+    [
+        ("kla_400m", "kla", "chunk"),
+        ("sa_swa_400m", "sa_swa", "tiled"),
+        ("sd_125m", "sd", "blockwise"),
+    ],
+)
+def test_triton_kernels_are_refused_where_they_cannot_run(
+    name, mixer, otherwise, device_type, precision
+):
+    path = Path(__file__).parents[2] / f"configs/{name}.yaml"
+    config = load_config(path, [f"mixers.{mixer}.kernel=triton"])
     check_device(config, "cuda")
     training = config.training.model_copy(update={"precision": precision})
-    said = f"mixers.kla.kernel=triton runs on a GPU in bf16, not on {device_type} in {precision}"
+    said = (
+        f"mixers.{mixer}.kernel=triton runs on a GPU in bf16, not on {device_type} in {precision}; "
+        f"set mixers.{mixer}.kernel={otherwise}"
+    )
     with pytest.raises(ConfigError, match=said):
         check_device(config.model_copy(update={"training": training}), device_type)
+
+
+@pytest.mark.parametrize(("name", "mixer"), [("sa_swa_400m", "sa_swa"), ("sd_125m", "sd")])
+def test_widths_that_triton_kernels_cannot_take_are_refused(name, mixer):
+    path = Path(__file__).parents[2] / f"configs/{name}.yaml"
+    overrides = [f"mixers.{mixer}.kernel=triton", f"mixers.{mixer}.head_dim=32"]
+    with pytest.raises(ConfigError, match="kernel=triton takes a head_dim of 64 or 128, not 32"):
+        load_config(path, overrides)

@@ -4,11 +4,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.mixers.base import (
     MixerConfig,
     require_context_divides,
     require_divisible,
+    require_gpu_and_bf16,
 )
 
 TRITON_DIMS = (64, 128)
@@ -165,8 +165,5 @@ class Config(MixerConfig):
             require_context_divides(name, "heads", self.heads // tensor, tensor, context)
 
     def check_device(self, name: str, device_type: str, precision: str) -> None:
-        if self.kernel == "triton" and (device_type != "cuda" or precision != "bf16"):
-            raise ConfigError(
-                f"mixers.{name}.kernel=triton runs on a GPU in bf16, not on {device_type} in "
-                f"{precision}; set mixers.{name}.kernel=chunk"
-            )
+        if self.kernel == "triton":
+            require_gpu_and_bf16(name, "chunk", device_type, precision)

@@ -8,9 +8,11 @@ from mixtron.megatron_ext.mixers.base import (
     MixerConfig,
     require_context_divides,
     require_divisible,
+    require_gpu_and_bf16,
 )
 
 Positive = Annotated[int, Field(gt=0)]
+TRITON_DIMS = (64, 128)
 
 
 class Config(MixerConfig):
@@ -25,12 +27,25 @@ class Config(MixerConfig):
     """null: no position encoding but causality. With RoPE S stays skew-symmetric, but surgery that
     mixes a head's channels is not possible."""
 
+    kernel: Literal["blockwise", "triton"] = "blockwise"
+    """The op's form in training: torch's on any device (on a GPU in bf16 its FlashAttention), or
+    Triton's, for bf16 on a GPU. Decoding is torch's."""
+
     context_parallel: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _rotary_pairs(self):
         if self.rope_base is not None and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; use an even one or rope_base=null")
+        return self
+
+    @model_validator(mode="after")
+    def _triton_widths(self):
+        if self.kernel == "triton" and self.head_dim not in TRITON_DIMS:
+            raise ValueError(
+                f"kernel=triton takes a head_dim of 64 or 128, not {self.head_dim}; or use "
+                "kernel=blockwise"
+            )
         return self
 
     @property
@@ -70,6 +85,9 @@ class Config(MixerConfig):
     def working_bytes(
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
     ) -> float:
+        if self.kernel == "triton":
+            # The output's gradient and those of q, k and v; of d, and <do, o>, in fp32.
+            return tokens / tensor * (4 * self.width * bytes_per_element + 2 * 4 * self.heads)
         # Twice as wide as a head: q', k', v, the output and its gradient, the gradients of the
         # first three, and FlashAttention's fp32 sum for q's. Beside them the output's gradient as
         # it came, in the model's dtype and in fp32.
@@ -87,3 +105,7 @@ class Config(MixerConfig):
         super().check(name, hidden_size, tensor, context)
         require_divisible(name, "heads", self.heads, tensor)
         require_context_divides(name, "heads", self.heads // tensor, tensor, context)
+
+    def check_device(self, name: str, device_type: str, precision: str) -> None:
+        if self.kernel == "triton":
+            require_gpu_and_bf16(name, "blockwise", device_type, precision)

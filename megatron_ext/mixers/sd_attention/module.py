@@ -66,6 +66,7 @@ class Mixer(ShardedModule):
             batch.lengths,
             batch.cu_seqlens,
             scale=mixer.head_dim**-0.5,
+            backend=mixer.kernel,
         )
         if batch.context_size > 1:
             o_THK = heads_to_sequence(o_THK, self.cp_group)

@@ -4,9 +4,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from mixtron.megatron_ext.mixers.base import MixerConfig, require_divisible
+from mixtron.megatron_ext.mixers.base import (
+    MixerConfig,
+    require_divisible,
+    require_gpu_and_bf16,
+)
 
 Positive = Annotated[int, Field(gt=0)]
+TRITON_DIMS = (64, 128)
 TILE = 64
 GROUP_SCORES = 1 << 24
 """Of kernels/windowed_attention, which this file cannot import: it needs torch."""
@@ -39,12 +44,21 @@ class Config(MixerConfig):
     qk_norm: bool = False
     """RMSNorm over each query and key head, before RoPE."""
 
+    kernel: Literal["tiled", "triton"] = "tiled"
+    """The op's form in training: torch's on any device, or Triton's, for bf16 on a GPU. Decoding is
+    torch's."""
+
     context_parallel: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _groups(self):
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.kernel == "triton" and self.head_dim not in TRITON_DIMS:
+            raise ValueError(
+                f"kernel=triton takes a head_dim of 64 or 128, not {self.head_dim}; or use "
+                "kernel=tiled"
+            )
         return self
 
     def path_names(self) -> list[str]:
@@ -104,15 +118,17 @@ class Config(MixerConfig):
         elements += paths * query  # each path's output
         if paths > 1:
             elements += query  # their gated sum
-            elements += 2 * components["sa_gate"]  # the sigmoids
+            if self.kernel == "tiled":
+                elements += 2 * components["sa_gate"]  # the sigmoids
         statistics = paths * self.heads  # log-sum-exp, fp32
         statistics += self.heads + self.kv_heads if self.qk_norm else 0
         kept = (elements * bytes_per_element + 4 * statistics) / tensor
         return kept + ("sa" in self.path_names()) * self._plan_bytes_per_token()
 
     def _plan_bytes_per_token(self) -> float:
-        """Row, slot, token and document start of each slot; both sides' lists of tiles. int32."""
-        listed = 2 * (self._tiles_met() + 1) / TILE
+        """Row, slot, token and document start of each slot; of each tile its extent and both
+        sides' lists. int32."""
+        listed = (7 + 2 * (self._tiles_met() + 2)) / TILE
         return 4 * (4 + listed)
 
     def _tiles_met(self) -> int:
@@ -128,6 +144,9 @@ class Config(MixerConfig):
         query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         # Gradients of the output, the paths' outputs and q, k and v of one path.
         gradients = (len(self.path_names()) + 2) * query + 2 * kv
+        if self.kernel == "triton":
+            # <do, o> of one path in fp32.
+            return tokens / tensor * (gradients * bytes_per_element + 4 * self.heads)
         # A group of tiles in fp32: logits, weights, and the gradients of both.
         scores = tokens * self.heads / tensor * self._tiles_met() * TILE
         return tokens * gradients / tensor * bytes_per_element + 4 * 4 * min(scores, GROUP_SCORES)
@@ -160,3 +179,7 @@ class Config(MixerConfig):
         super().check(name, hidden_size, tensor, context)
         for field in ("heads", "kv_heads"):
             require_divisible(name, field, getattr(self, field), tensor)
+
+    def check_device(self, name: str, device_type: str, precision: str) -> None:
+        if self.kernel == "triton":
+            require_gpu_and_bf16(name, "tiled", device_type, precision)

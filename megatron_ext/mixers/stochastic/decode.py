@@ -49,6 +49,7 @@ class Decoding:
             window=self.mixer.window,
             window_side=self.mixer.window_side,
             tokens=len(batch.position_ids),
+            backend=self.mixer.kernel,
         )
 
     def step(self, q_BHK: Tensor, k_BGK: Tensor, v_BGK: Tensor, batch: Batch) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from mixtron.kernels.softmax_attention import apply_rope
 from mixtron.kernels.windowed_attention import (
     WindowPlan,
     document_permutation,
+    gated_sum,
     permutation_hash,
     plan_windows,
     windowed_attention,
@@ -93,12 +94,15 @@ class Mixer(ShardedModule):
         if len(attended) == 1:
             (o_THK,) = attended.values()
             return o_THK
-        heads = next(iter(attended.values())).shape[1]
-        gated = [
-            o_THK * parts[f"{path}_gate"].flatten(0, 1).unflatten(-1, (heads, -1)).sigmoid()
-            for path, o_THK in attended.items()
-        ]
-        return gated[0] + gated[1]
+        sa_THK, swa_THK = attended["sa"], attended["swa"]
+        sa_gate_TH, swa_gate_TH = (parts[f"{path}_gate"].flatten(0, 1) for path in attended)
+        if self.mixer.kernel == "triton":
+            return gated_sum(sa_THK, swa_THK, sa_gate_TH, swa_gate_TH)
+        heads = sa_THK.shape[1]
+        sa_THE, swa_THE = (
+            x.unflatten(-1, (heads, -1)).sigmoid() for x in (sa_gate_TH, swa_gate_TH)
+        )
+        return sa_THK * sa_THE + swa_THK * swa_THE
 
     def draw_order(self, batch: Batch) -> Tensor:
         """[T] int64: the token at each slot, over all context ranks."""
@@ -114,19 +118,28 @@ class Mixer(ShardedModule):
     def _permutation(self, batch: Batch, cu_seqlens: Tensor, tokens: int) -> Tensor:
         step = batch.step if self.mixer.resample == "step" else EVALUATION_STEP
         return document_permutation(
-            cu_seqlens, tokens, seed=self.mixer.seed, step=step, layer=self.layer_number
+            cu_seqlens,
+            tokens,
+            seed=self.mixer.seed,
+            step=step,
+            layer=self.layer_number,
+            backend=self.mixer.kernel,
         )
 
     def _attend_random(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, batch: Batch) -> Tensor:
         mixer = self.mixer
         if batch.cache is not None:
             plan = self.decoding.prefill_plan(batch)
-            return windowed_attention(q_THK, k_TGK, v_TGK, plan)
+            return windowed_attention(q_THK, k_TGK, v_TGK, plan, backend=mixer.kernel)
         order_T, size, rank = self.draw_order(batch), batch.context_size, batch.context_rank
-        options = {"window": mixer.window, "window_side": mixer.window_side}
+        options = {
+            "window": mixer.window,
+            "window_side": mixer.window_side,
+            "backend": mixer.kernel,
+        }
         if size == 1:
             plan = plan_windows(order_T, batch.cu_seqlens, **options)
-            return windowed_attention(q_THK, k_TGK, v_TGK, plan)
+            return windowed_attention(q_THK, k_TGK, v_TGK, plan, backend=mixer.kernel)
         own = slot_pieces(len(order_T), size, 0, 0)
         seen = slot_pieces(len(order_T), size, *mixer.reach())
         order_on_host_T = self._permutation(batch, _offsets_on_host(batch), len(order_T))
@@ -142,16 +155,19 @@ class Mixer(ShardedModule):
             key_row_S=keys.row_S,
         )
         k_SGK, v_SGK = keys.to_slots(torch.cat([k_TGK, v_TGK], dim=-1)).chunk(2, dim=-1)
-        o_THK = windowed_attention(queries.to_slots(q_THK), k_SGK, v_SGK, plan)
+        q_SHK = queries.to_slots(q_THK)
+        o_THK = windowed_attention(q_SHK, k_SGK, v_SGK, plan, backend=mixer.kernel)
         return queries.to_tokens(o_THK)
 
     def _attend_plain(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, batch: Batch) -> Tensor:
         window = self.mixer.window
-        plan = batch.once(("plain window", window), lambda: plain_plan(batch, window))
+        plan = batch.once(
+            ("plain window", window, self.mixer.kernel), lambda: plain_plan(batch, self.mixer)
+        )
         if batch.context_size > 1:
             kv_TGE = torch.cat([k_TGK, v_TGK], dim=-1)
             k_TGK, v_TGK = with_rows_before(kv_TGE, window - 1, self.cp_group).chunk(2, dim=-1)
-        return windowed_attention(q_THK, k_TGK, v_TGK, plan)
+        return windowed_attention(q_THK, k_TGK, v_TGK, plan, backend=self.mixer.kernel)
 
 
 def _offsets_on_host(batch: Batch) -> Tensor:
@@ -159,9 +175,9 @@ def _offsets_on_host(batch: Batch) -> Tensor:
     return torch.tensor([0, *accumulate(batch.lengths)])
 
 
-def plain_plan(batch: Batch, window: int) -> WindowPlan:
+def plain_plan(batch: Batch, mixer: Config) -> WindowPlan:
     """Of sliding-window attention over this context rank's tokens; shared by all layers."""
-    size, rank = batch.context_size, batch.context_rank
+    window, size, rank = mixer.window, batch.context_size, batch.context_rank
     tokens = size * len(batch.position_ids)
     token_T = torch.arange(tokens, device=batch.cu_seqlens.device)
     own = slot_pieces(tokens, size, 0, 0)[rank]
@@ -175,4 +191,5 @@ def plain_plan(batch: Batch, window: int) -> WindowPlan:
         key_slots=seen,
         query_row_S=token_T[: len(own)],
         key_row_S=token_T[: len(seen)],
+        backend=mixer.kernel,
     )
