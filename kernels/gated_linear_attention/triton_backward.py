@@ -9,7 +9,7 @@ from mixtron.kernels.gated_linear_attention.triton_forward import chunk_gates
 from mixtron.kernels.triton_tools import tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gradient_kernel(
     q_BTHK,
     k_BTHK,

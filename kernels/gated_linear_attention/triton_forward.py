@@ -40,7 +40,7 @@ def chunk_gates(
     return upto_CC, G_C, from_start_C, to_end_C, across
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def write_kernel(
     x_BTHK,
     y_BTJV,
@@ -90,7 +90,7 @@ def write_kernel(
     tl.store(pointers, write_KV.to(write_BJNKV.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def scan_kernel(
     write_BJNE,
     across_BJN,
@@ -104,7 +104,7 @@ def scan_kernel(
     REVERSE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """S' = across S + write over the chunks, for BLOCK of the E = K V numbers of a state: the states
+    """S' = across S + write over the chunks, for BLOCK of a state's E = K V numbers: the states
     that each chunk is entered with; or (REVERSE) the gradients that it is left with."""
     bj = tl.program_id(1).to(tl.int64)
     entry_E = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -123,7 +123,7 @@ def scan_kernel(
     tl.store(end_BJE + bj * E + entry_E, S_E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def output_kernel(
     q_BTHK,
     k_BTHK,

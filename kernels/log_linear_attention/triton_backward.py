@@ -3,6 +3,9 @@ nodes' gradients down the tree, then every other gradient chunk by chunk. The eq
 README.md, the tables in `triton_plan.py`.
 """
 
+# Loads have no type outside of a kernel.
+# pyright: reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 
@@ -10,7 +13,7 @@ from mixtron.kernels.log_linear_attention.triton_forward import level_weights, l
 from mixtron.kernels.triton_tools import tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "M"])
 def parts_kernel(
     q_BTHK,
     do_BTJV,
@@ -65,7 +68,7 @@ def parts_kernel(
     tl.store(tile(parts_BJPKV + column, (bj * P + p) * K, V, key_K, value_V), part_KV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "S", "M", "P"])
 def push_kernel(
     parts_BJPE,
     low_BJSE,
@@ -112,7 +115,7 @@ def push_kernel(
         tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S", "M"])
 def gradient_kernel(
     q_BTHK,
     k_BTHK,

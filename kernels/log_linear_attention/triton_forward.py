@@ -3,6 +3,9 @@ of these, then the outputs chunk by chunk. The equations are in README.md, the t
 `triton_plan.py`.
 """
 
+# Loads have no type outside of a kernel.
+# pyright: reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 
@@ -16,7 +19,7 @@ def load_chunk(chunk_N4, n):
     return tl.load(row).to(tl.int64), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S"])
 def write_kernel(
     k_BTHK,
     v_BTJV,
@@ -62,7 +65,7 @@ def write_kernel(
     tl.store(tile(tree_BJSKV + column, (bj * S + n) * K, V, key_K, value_V), write_KV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "stride", "M_STRIDE"])
 def block_sums_kernel(
     x_BJN,
     chunk_N4,
@@ -112,7 +115,7 @@ def block_sums_kernel(
         edge = next_edge
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "S", "M"])
 def tree_kernel(
     tree_BJSE,
     low_BJSE,
@@ -173,7 +176,7 @@ def of_level(distance_CC, level: tl.constexpr):
     return (distance_CC >> (level - 1)) == 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S", "M"])
 def output_kernel(
     q_BTHK,
     k_BTHK,

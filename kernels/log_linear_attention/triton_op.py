@@ -154,8 +154,8 @@ def chunk_writes(k, v, log_decay, plan: TreePlan):
 
 
 def block_sums(x, plan: TreePlan, *, reverse: bool = False):
-    """[B, J, M, N] fp32: sums of x [B, J, N] or [B, J, M, N] over the chunks before (reverse: after)
-    each in the block of 2^m chunks that it lies in."""
+    """[B, J, M, N] fp32: sums of x [B, J, N] or [B, J, M, N] over the chunks before each one
+    (reverse: after it) in the block of 2^m chunks that it lies in."""
     B, J = x.shape[:2]
     sums_BJMN = x.new_empty(B, J, plan.bits, plan.chunks)
     if plan.bits:

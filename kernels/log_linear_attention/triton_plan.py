@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mixtron.kernels.log_linear_attention.fenwick import bits, chunk_tokens
+from mixtron.kernels.log_linear_attention.fenwick import chunk_tokens
 
 PART_CHUNKS = 16
 
@@ -83,15 +83,13 @@ def _nodes(
     last_N = _last_of_document(following_N)
     # A slot's node ends where chunk `after` begins; those of bits that the first position lacks
     # are nobody's.
-    ends = [(n + 1, int(index_N[n]) + 1, None) for n in range(N)]
+    ends = [(n + 1, int(index_N[n]) + 1) for n in range(N)]
     number = int(index_N[0])
-    held = bits(number)
     for b in range(slots - N):
-        number_after = number >> b << b
-        ends.append((number_after - number, number_after, b if b in held else -1))
+        ends.append(((number >> b << b) - number, number >> b << b if number >> b & 1 else 0))
     nodes, parts = [], []
-    for slot, (after, number_after, initial_bit) in enumerate(ends):
-        if initial_bit == -1:
+    for slot, (after, number_after) in enumerate(ends):
+        if number_after == 0:
             nodes.append((0, -1, len(parts), 0))
             continue
         b = (number_after & -number_after).bit_length() - 1

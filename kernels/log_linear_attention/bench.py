@@ -1,0 +1,165 @@
+"""Times linear and log-linear attention on the GPU beside flash-linear-attention, in one run.
+
+    python -m mixtron.kernels.log_linear_attention.bench [--growth] [--sweep]
+
+Prints Markdown: forward, forward + backward, and the memory that they need beyond their inputs.
+Nothing is checked here: `tests/kernels/test_gpu_linear_attention.py` does that.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mixtron.kernels import measure
+from mixtron.kernels.gated_linear_attention import gated_linear_attention
+from mixtron.kernels.gated_linear_attention import triton_op as single_op
+from mixtron.kernels.log_linear_attention import log_linear_attention, required_levels
+from mixtron.kernels.log_linear_attention import triton_op as tree_op
+
+SHAPES = [(8, 4096, 16, 128, 64), (1, 32768, 32, 128, 64), (1, 131072, 32, 128, 64)]
+"""B, T, H, K, V; as many query/key heads as value heads, unless said."""
+SWEEPS: dict[Any, dict[str, list[int]]] = {
+    single_op: {
+        "gradient_warps": [4, 8],
+        "output_warps": [4, 8],
+        "write_warps": [4, 8],
+        "scan_block": [512, 1024, 2048],
+        "scan_stages": [2, 4, 6],
+    },
+    tree_op: {
+        "gradient_warps": [4, 8],
+        "output_warps": [4, 8],
+        "parts_warps": [4, 8],
+        "tree_block": [512, 1024, 2048],
+        "tree_warps": [2, 4],
+    },
+}
+
+
+def make_inputs(B: int, T: int, H: int, K: int, V: int, heads: int) -> dict[str, Tensor]:
+    """q, k, v in bf16, log decay and lambda in fp32; q and k have `heads` heads."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    inputs = {
+        "q": draw(B, T, heads, K).bfloat16(),
+        "k": F.normalize(draw(B, T, heads, K), dim=-1).bfloat16(),
+        "v": draw(B, T, H, V).bfloat16(),
+        "log_decay": -0.1 * F.softplus(draw(B, T, H)),
+        "lambda": F.softplus(draw(B, T, H, required_levels(T))),
+    }
+    return {name: x.requires_grad_() for name, x in inputs.items()}
+
+
+def ours(inputs: dict[str, Tensor], *, tree: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    q, k, v, log_decay, lambda_ = inputs.values()
+    if tree:
+        return (
+            lambda: log_linear_attention(q, k, v, log_decay, None, lambda_, backend="triton"),
+            [q, k, v, log_decay, lambda_],
+        )
+    return (
+        lambda: gated_linear_attention(q, k, v, log_decay, backend="triton")[0],
+        [q, k, v, log_decay],
+    )
+
+
+def peer(inputs: dict[str, Tensor], *, tree: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """flash-linear-attention's op. Its log-linear one takes bf16 alone; its single-state one
+    refuses Hopper with Triton 3.4 to 3.7, and is timed without the refusal."""
+    from fla.ops.common import chunk_o  # pyright: ignore[reportMissingImports]
+    from fla.ops.log_linear_attn import (  # pyright: ignore[reportMissingImports]
+        chunk_log_linear_attn,
+    )
+    from fla.ops.simple_gla import chunk_simple_gla  # pyright: ignore[reportMissingImports]
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+    q, k, v, log_decay, lambda_ = inputs.values()
+    if tree:
+        low = [x.detach().bfloat16().requires_grad_() for x in (q, k, v, log_decay, lambda_)]
+        return lambda: chunk_log_linear_attn(*low)[0], low
+    return lambda: chunk_simple_gla(q, k, v, log_decay)[0], [q, k, v, log_decay]
+
+
+def comparison() -> str:
+    rows = []
+    for B, T, H, K, V in SHAPES:
+        baseline = None
+        for name, op, tree, heads in (
+            ("fla simple_gla", peer, False, H),
+            ("one state, Triton", ours, False, H),
+            ("log-linear, Triton", ours, True, H),
+            ("log-linear, Triton, 1 q/k head", ours, True, 1),
+            ("fla log-linear, all bf16, 1 q/k head", peer, True, 1),
+        ):
+            if op is peer and tree and T > 32768:
+                continue
+            try:
+                forward, both, mib = measure.forward_and_backward(
+                    *op(make_inputs(B, T, H, K, V, heads), tree=tree)
+                )
+            except Exception as error:
+                rows.append([f"{B} x {T} x {H}, {K}, {V}", name, repr(error)[:80], "", "", ""])
+                continue
+            baseline = baseline or both
+            rows.append(
+                [f"{B} x {T} x {H}, {K}, {V}", name, forward, both, both / baseline, round(mib)]
+            )
+    heads = ["B x T x H, K, V", "op", "forward ms", "forward + backward ms", "ratio", "extra MiB"]
+    return measure.table(heads, rows)
+
+
+def growth() -> str:
+    """From 4k to 256k tokens, as many in all."""
+    rows = []
+    for T in [2**n for n in range(12, 19)]:
+        inputs = make_inputs(2**18 // T, T, 16, 128, 64, 16)
+        times = [
+            measure.forward_and_backward(*ours(inputs, tree=tree))[1] for tree in (False, True)
+        ]
+        rows.append([T, *times, times[1] / required_levels(T)])
+    return measure.table(["T", "one state ms", "log-linear ms", "log-linear ms / levels"], rows)
+
+
+def sweep() -> str:
+    rows = []
+    for B, T, H, K, V in SHAPES[:2]:
+        inputs = make_inputs(B, T, H, K, V, H)
+        for module, fields in SWEEPS.items():
+            plan = module.PLAN
+            for field, values in fields.items():
+                for value in values:
+                    module.PLAN = dataclasses.replace(plan, **{field: value})
+                    try:
+                        found = measure.forward_and_backward(*ours(inputs, tree=module is tree_op))
+                    except Exception as error:
+                        found = [repr(error)[:80]]
+                    name = "log-linear" if module is tree_op else "one state"
+                    rows.append([f"{B} x {T} x {H}", name, f"{field}={value}", *found[:2]])
+            module.PLAN = plan
+    return measure.table(["shape", "op", "option", "forward ms", "forward + backward ms"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
+    options = parser.parse_args()
+    print(measure.versions())
+    if options.sweep:
+        print(sweep())
+    elif options.growth:
+        print(growth())
+    else:
+        print(comparison())
+
+
+if __name__ == "__main__":
+    main()
