@@ -1,0 +1,52 @@
+"""The Triton forms of linear and log-linear attention against torch's, run by Triton's interpreter:
+the kernels' arithmetic."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CHECK = """
+import torch
+from tests.kernels import test_gated_linear_attention as one_state
+from tests.kernels import test_log_linear_attention as log_linear
+
+one_state.K = one_state.V = log_linear.K = log_linear.V = 16
+
+
+def compare(common, inputs, label, **options):
+    exact = common.results(inputs, **options)
+    found = common.results(common.to_dtype(inputs, torch.float32), **options, backend="triton")
+    assert found.keys() == exact.keys()
+    for name, x in exact.items():
+        # fp32 sums of up to 300 terms.
+        error = float((found[name] - x).norm()) / max(float(x.norm()), 1e-3)
+        assert error < 5e-6, (label, name, error)
+    print("checked", label, len(exact))
+
+
+compare(one_state, one_state.make_inputs(65, J=4, B=2), "two chunks")
+offsets = torch.tensor([0, 1, 2, 63, 64, 150, 200, 200])
+compare(one_state, one_state.make_inputs(200), "packed", cu_seqlens=offsets)
+for lengths, position in [([1], 0), ([3, 1, 130, 64, 2], 0), ([264], 0), ([30, 170], 100)]:
+    inputs = log_linear.make_inputs(sum(lengths), "gated_linear")
+    options = {"lengths": lengths, "initial_position": position}
+    compare(log_linear, inputs, (lengths, position), **options)
+"""
+
+
+def test_interpreted_kernels_equal_the_chunked_form():
+    """In a process of its own: the interpreter is chosen when Triton is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", CHECK]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == [
+        "checked two chunks 7",
+        "checked packed 7",
+        "checked ([1], 0) 7",
+        "checked ([3, 1, 130, 64, 2], 0) 7",
+        "checked ([264], 0) 7",
+        "checked ([30, 170], 100) 7",
+    ]
