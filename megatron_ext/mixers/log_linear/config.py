@@ -4,7 +4,12 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from mixtron.megatron_ext.mixers.base import MixerConfig, require_divisible
+from mixtron.megatron_ext.mixers.base import (
+    MixerConfig,
+    require_divisible,
+    require_triton_device,
+    require_triton_dims,
+)
 
 Positive = Annotated[int, Field(gt=0)]
 CHUNK = 64
@@ -35,6 +40,9 @@ class Config(MixerConfig):
     """Between the network's two layers."""
     levels: Positive | None = None
     """Of the tree; null takes 1 + ceil(log2(data.sequence_length))."""
+    kernel: Literal["chunk", "triton"] = "chunk"
+    """The op's form in training: torch's on any device, or Triton's, for bf16 on a GPU with
+    base=gated_linear. The maps that context ranks exchange, and decoding, are torch's."""
 
     context_parallel: ClassVar[bool] = True
 
@@ -49,6 +57,11 @@ class Config(MixerConfig):
                 f"mlp_activation={self.mlp_activation} needs lambda=mlp_softplus or mlp_softmax, "
                 f"found lambda={self.level_weights}"
             )
+        if self.kernel == "triton" and self.base != "gated_linear":
+            raise ValueError(
+                f"kernel=triton takes base=gated_linear, not {self.base}; or use kernel=chunk"
+            )
+        require_triton_dims(self.kernel, self.key_dim, self.value_dim)
         return self
 
     def for_sequence_length(self, name: str, sequence_length: int) -> Self:
@@ -146,6 +159,11 @@ class Config(MixerConfig):
         fp32 += of_levels[self.level_weights] * J * L
         if self.mlp_activation == "gelu":
             fp32 += 2 * J * L
+        if self.kernel == "triton":
+            # A node a chunk; the decay in it, and before it in each larger node.
+            larger = max(0, L - CHUNK.bit_length())
+            elements += J * K * V / CHUNK
+            fp32 += J * (1 + larger / CHUNK)
         return (elements * bytes_per_element + 4 * fp32) / tensor
 
     def working_bytes(
@@ -166,6 +184,14 @@ class Config(MixerConfig):
         later = 1 - min(1, SEGMENT_CHUNKS / chunks)
         inputs = (2 * key + value) * bytes_per_element + 4 * J * (L + 2)
         gradients = later * tokens / tensor * inputs
+        if self.kernel == "triton":
+            # The nodes' gradients, in fp32, and what they are made of: parts of at most 16 chunks;
+            # or, later, the gradients of lambda and of each value head's q, k and v.
+            node = 4 * K * V / CHUNK
+            parts = 1 + max(0, larger - 4) / 32
+            inputs = (2 * K + V) * bytes_per_element + 4 * (L + 1)
+            segment = tokens * J / tensor * (node + max(parts * node, inputs))
+            gradients = 0
         # What followed the op is gone, in its stead there are gradients of output and gate.
         gone = 2 * tokens / tensor * value * bytes_per_element
         # The convolution's: gradients of its output, of its input, and one shifted, in fp32; what
@@ -185,3 +211,6 @@ class Config(MixerConfig):
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
         super().check(name, hidden_size, tensor, context)
         require_divisible(name, "heads", self.heads, tensor)
+
+    def check_device(self, name: str, device_type: str, precision: str) -> None:
+        require_triton_device(name, self.kernel, device_type, precision)
