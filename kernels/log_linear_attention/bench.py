@@ -25,14 +25,16 @@ SHAPES = [(8, 4096, 16, 128, 64), (1, 32768, 32, 128, 64), (1, 131072, 32, 128, 
 """B, T, H, K, V; as many query/key heads as value heads, unless said."""
 SWEEPS: dict[Any, dict[str, list[int]]] = {
     single_op: {
-        "gradient_warps": [4, 8],
+        "query_warps": [4, 8],
+        "key_warps": [4, 8],
         "output_warps": [4, 8],
         "write_warps": [4, 8],
         "scan_block": [512, 1024, 2048],
         "scan_stages": [2, 4, 6],
     },
     tree_op: {
-        "gradient_warps": [4, 8],
+        "query_warps": [4, 8],
+        "key_warps": [4, 8],
         "output_warps": [4, 8],
         "parts_warps": [4, 8],
         "tree_block": [512, 1024, 2048],
