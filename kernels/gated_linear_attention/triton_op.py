@@ -64,8 +64,22 @@ def gated_linear_attention_triton(
         )
     if scale is None:
         scale = 1 / math.sqrt(q_BTHK.shape[-1])
+    return run_triton(q_BTHK, k_BTHK, v_BTJV, log_decay, initial_state_BJKV, cu_seqlens, scale)
+
+
+def run_triton(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTJV: Tensor,
+    log_decay_BTJ: Tensor,
+    initial_state_BJKV: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    fp32_output: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The op, unchecked; V may be 16 too, and o be left in fp32."""
     return _GatedLinear.apply(  # type: ignore[return-value]
-        q_BTHK, k_BTHK, v_BTJV, log_decay, initial_state_BJKV, cu_seqlens, scale
+        q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, initial_state_BJKV, cu_seqlens, scale, fp32_output
     )
 
 
@@ -84,14 +98,14 @@ def check_triton(q_BTHK: Tensor, v_BTJV: Tensor) -> None:
 
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, log_decay, initial, cu_seqlens, scale):
+    def forward(ctx, q, k, v, log_decay, initial, cu_seqlens, scale, fp32_output):
         q, k, v, log_decay = (x.contiguous() for x in (q, k, v, log_decay))
         document_T = None
         if cu_seqlens is not None:
             document_T = document_starts(cu_seqlens, q.shape[1]).cumsum(0, dtype=torch.int32)
         write, across = chunk_writes(k, v, log_decay, document_T)
         states, final = scan(write, across, initial, q.dtype, reverse=False)
-        o = output(q, k, v, log_decay, document_T, states, scale)
+        o = output(q, k, v, log_decay, document_T, states, scale, fp32_output)
         ctx.save_for_backward(q, k, v, log_decay, document_T, across, states)
         ctx.scale = scale
         ctx.has_initial = initial is not None
@@ -109,7 +123,7 @@ class _GatedLinear(torch.autograd.Function):
         dk, dv = key_gradients(
             q, k, v, do, log_decay, document_T, states, dstates, dlog_decay, ctx.scale
         )
-        return dq, dk, dv, dlog_decay, dinitial if ctx.has_initial else None, None, None
+        return dq, dk, dv, dlog_decay, dinitial if ctx.has_initial else None, None, None, None
 
 
 def shape_of(x_BTHK: Tensor, J: int, V: int) -> dict:
@@ -166,9 +180,9 @@ def scan(write_BJNKV, across_BJN, edge_BJKV, dtype: torch.dtype, *, reverse: boo
     return states_BJNKV, end_BJKV
 
 
-def output(q, k, v, log_decay, document_T, states, scale: float):
+def output(q, k, v, log_decay, document_T, states, scale: float, fp32_output: bool):
     (B, T), (J, V) = q.shape[:2], v.shape[2:]
-    o_BTJV = torch.empty_like(v)
+    o_BTJV = torch.empty_like(v, dtype=torch.float32 if fp32_output else v.dtype)
     output_kernel[(triton.cdiv(T, CHUNK_LENGTH), B * J)](
         q,
         k,

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from mixtron.kernels.gated_linear_attention import gated_linear_attention
+from mixtron.kernels.linear_attention import linear_attention, linear_attention_reference
 from mixtron.kernels.log_linear_attention import log_linear_attention
 from tests.helpers.numerics import assert_close_calibrated
 
@@ -167,3 +168,22 @@ def test_initial_states_and_a_tree_that_goes_on():
             error = float((found[name].double() - x).norm() / x.norm())
             # Three roundings to bf16, of up to 2^-9 each.
             assert error < 3 * 2**-9, (position, name, error)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_normalised_linear_attention(dims):
+    cu = torch.tensor([0, *torch.tensor(PACKED).cumsum(0)], device="cuda")
+    inputs = make_inputs("one_state", sum(PACKED), H=4, K=dims[0], V=dims[1])
+    inputs = {name: inputs[name] for name in "qkv"}
+
+    def triton(q, k, v):
+        return linear_attention(q, k, v, cu_seqlens=cu, backend="triton")[0]
+
+    def reference(q, k, v):
+        return linear_attention_reference(q, k, v, cu)
+
+    found, again = (run(triton, inputs, torch.bfloat16) for _ in range(2))
+    exact, low = (run(reference, inputs, dtype) for dtype in (torch.float64, torch.bfloat16))
+    for name, x in exact.items():
+        assert torch.equal(found[name], again[name]), name
+        assert_close_calibrated(found[name], x, low[name], name, maximum_factor=4.0)

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 CHECK = """
 import torch
 from tests.kernels import test_gated_linear_attention as one_state
+from tests.kernels import test_linear_attention as normalised
 from tests.kernels import test_log_linear_attention as log_linear
 
 one_state.K = one_state.V = log_linear.K = log_linear.V = 16
@@ -33,6 +34,24 @@ for lengths, position in [([1], 0), ([3, 1, 130, 64, 2], 0), ([264], 0), ([30, 1
     inputs = log_linear.make_inputs(sum(lengths), "gated_linear")
     options = {"lengths": lengths, "initial_position": position}
     compare(log_linear, inputs, (lengths, position), **options)
+
+normalised.K = normalised.V = 16
+inputs = normalised.make_inputs(130)
+state = torch.randn(1, normalised.H, 16, 17, dtype=torch.float64).abs()
+cu = torch.tensor([0, 40, 41, 130])
+
+
+def run(inputs, dtype, backend):
+    leaves = [x.detach().to(dtype).requires_grad_() for x in [*inputs, state]]
+    options = {"initial_state_BHKW": leaves[3], "cu_seqlens": cu, "backend": backend}
+    o, end = normalised.linear_attention(*leaves[:3], **options)
+    return [o, end, *torch.autograd.grad((o.square().sum() + end.sum()).to(dtype), leaves)]
+
+
+exact, found = run(inputs, torch.float64, "chunk"), run(inputs, torch.float32, "triton")
+for x, y in zip(exact, found, strict=True):
+    assert float((y - x).norm() / x.norm()) < 5e-6
+print("checked normalised", len(exact))
 """
 
 
@@ -49,4 +68,5 @@ def test_interpreted_kernels_equal_the_chunked_form():
         "checked ([3, 1, 130, 64, 2], 0) 7",
         "checked ([264], 0) 7",
         "checked ([30, 170], 100) 7",
+        "checked normalised 6",
     ]

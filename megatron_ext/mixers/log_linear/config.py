@@ -160,9 +160,9 @@ class Config(MixerConfig):
         if self.mlp_activation == "gelu":
             fp32 += 2 * J * L
         if self.kernel == "triton":
-            # A node a chunk; the decay in it, and before it in each larger node.
+            # q and k row by row; a node a chunk; the decay in it, and before it in larger nodes.
             larger = max(0, L - CHUNK.bit_length())
-            elements += J * K * V / CHUNK
+            elements += 2 * key + J * K * V / CHUNK
             fp32 += J * (1 + larger / CHUNK)
         return (elements * bytes_per_element + 4 * fp32) / tensor
 

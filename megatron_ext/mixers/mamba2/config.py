@@ -92,7 +92,8 @@ class Config(MixerConfig):
         # Softplus' input and output and the log decay, and the norm's statistics.
         fp32 = 3 * self.value_heads + self.heads
         if self.kernel == "triton":
-            # The state before each chunk, and the decay across it.
+            # q and k row by row; the state before each chunk, and the decay across it.
+            elements += 2 * self.heads * self.key_dim
             elements += self.value_heads * self.key_dim * self.value_dim / CHUNK
             fp32 += self.value_heads / CHUNK
         return (elements * bytes_per_element + 4 * fp32) / tensor
