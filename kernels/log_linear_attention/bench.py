@@ -8,7 +8,7 @@ Nothing is checked here: `tests/kernels/test_gpu_linear_attention.py` does that.
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,8 +37,8 @@ SWEEPS: dict[Any, dict[str, list[int]]] = {
         "key_warps": [4, 8],
         "output_warps": [4, 8],
         "parts_warps": [4, 8],
-        "tree_block": [512, 1024, 2048],
-        "tree_warps": [2, 4],
+        "tree_block": [256, 512, 1024],
+        "tree_warps": [1, 2, 4],
     },
 }
 
@@ -90,63 +90,54 @@ def peer(inputs: dict[str, Tensor], *, tree: bool) -> tuple[Callable[[], Tensor]
     return lambda: chunk_simple_gla(q, k, v, log_decay)[0], [q, k, v, log_decay]
 
 
-def comparison() -> str:
-    rows = []
-    for B, T, H, K, V in SHAPES:
-        baseline = None
-        for name, op, tree, heads in (
-            ("fla simple_gla", peer, False, H),
-            ("one state, Triton", ours, False, H),
-            ("log-linear, Triton", ours, True, H),
-            ("log-linear, Triton, 1 q/k head", ours, True, 1),
-            ("fla log-linear, all bf16, 1 q/k head", peer, True, 1),
-        ):
-            if op is peer and tree and T > 32768:
-                continue
-            try:
-                forward, both, mib = measure.forward_and_backward(
-                    *op(make_inputs(B, T, H, K, V, heads), tree=tree)
-                )
-            except Exception as error:
-                rows.append([f"{B} x {T} x {H}, {K}, {V}", name, repr(error)[:80], "", "", ""])
-                continue
-            baseline = baseline or both
-            rows.append(
-                [f"{B} x {T} x {H}, {K}, {V}", name, forward, both, both / baseline, round(mib)]
-            )
-    heads = ["B x T x H, K, V", "op", "forward ms", "forward + backward ms", "ratio", "extra MiB"]
-    return measure.table(heads, rows)
+Rows = Iterator[list[object]]
 
 
-def growth() -> str:
+def timed(shape: tuple[int, ...], name: str, op: Callable, tree: bool, heads: int) -> list[object]:
+    """A row: what, then forward ms, forward + backward ms, and MiB; or the error."""
+    B, T, H, K, V = shape
+    label = [f"{B} x {T} x {H}", name]
+    try:
+        forward, both, mib = measure.forward_and_backward(
+            *op(make_inputs(B, T, H, K, V, heads), tree=tree)
+        )
+    except Exception as error:
+        return [*label, repr(error)[:80]]
+    return [*label, forward, both, round(mib)]
+
+
+def comparison() -> Rows:
+    """Our ops first: the peer's compile for minutes."""
+    for name, op, tree, one_head in (
+        ("one state, Triton", ours, False, False),
+        ("log-linear, Triton", ours, True, False),
+        ("log-linear, Triton, 1 q/k head", ours, True, True),
+        ("fla simple_gla", peer, False, False),
+        ("fla log-linear, all bf16, 1 q/k head", peer, True, True),
+    ):
+        for shape in SHAPES[:2] if op is peer and tree else SHAPES:
+            yield timed(shape, name, op, tree, 1 if one_head else shape[2])
+
+
+def growth() -> Rows:
     """From 4k to 256k tokens, as many in all."""
-    rows = []
     for T in [2**n for n in range(12, 19)]:
-        inputs = make_inputs(2**18 // T, T, 16, 128, 64, 16)
-        times = [
-            measure.forward_and_backward(*ours(inputs, tree=tree))[1] for tree in (False, True)
-        ]
-        rows.append([T, *times, times[1] / required_levels(T)])
-    return measure.table(["T", "one state ms", "log-linear ms", "log-linear ms / levels"], rows)
+        shape = (2**18 // T, T, 16, 128, 64)
+        for tree in (False, True):
+            yield timed(shape, "log-linear" if tree else "one state", ours, tree, 16)
 
 
-def sweep() -> str:
-    rows = []
-    for B, T, H, K, V in SHAPES[:2]:
-        inputs = make_inputs(B, T, H, K, V, H)
+def sweep() -> Rows:
+    for shape in SHAPES[:2]:
         for module, fields in SWEEPS.items():
             plan = module.PLAN
             for field, values in fields.items():
                 for value in values:
                     module.PLAN = dataclasses.replace(plan, **{field: value})
-                    try:
-                        found = measure.forward_and_backward(*ours(inputs, tree=module is tree_op))
-                    except Exception as error:
-                        found = [repr(error)[:80]]
                     name = "log-linear" if module is tree_op else "one state"
-                    rows.append([f"{B} x {T} x {H}", name, f"{field}={value}", *found[:2]])
+                    label = f"{name}, {field} {value}"
+                    yield timed(shape, label, ours, module is tree_op, shape[2])
             module.PLAN = plan
-    return measure.table(["shape", "op", "option", "forward ms", "forward + backward ms"], rows)
 
 
 def main() -> None:
@@ -154,13 +145,12 @@ def main() -> None:
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
-    print(measure.versions())
-    if options.sweep:
-        print(sweep())
-    elif options.growth:
-        print(growth())
-    else:
-        print(comparison())
+    print(measure.versions(), "K 128, V 64", sep=", ")
+    rows = sweep() if options.sweep else growth() if options.growth else comparison()
+    heads = ["B x T x H", "op", "forward ms", "forward + backward ms", "extra MiB"]
+    print(measure.table(heads, []))
+    for row in rows:
+        print(measure.table(heads, [row]).splitlines()[-1], flush=True)
 
 
 if __name__ == "__main__":
