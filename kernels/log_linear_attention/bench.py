@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixtron.kernels import measure
+from mixtron.kernels.delta_rule import delta_rule
 from mixtron.kernels.gated_linear_attention import gated_linear_attention
 from mixtron.kernels.gated_linear_attention import triton_op as single_op
 from mixtron.kernels.log_linear_attention import log_linear_attention, required_levels
+from mixtron.kernels.log_linear_attention import triton_delta_op as delta_op
 from mixtron.kernels.log_linear_attention import triton_op as tree_op
 
 SHAPES = [(8, 4096, 16, 128, 64), (1, 32768, 32, 128, 64), (1, 131072, 32, 128, 64)]
@@ -31,6 +33,15 @@ SWEEPS: dict[Any, dict[str, list[int]]] = {
         "write_warps": [4, 8],
         "scan_block": [512, 1024, 2048],
         "scan_stages": [2, 4, 6],
+    },
+    delta_op: {
+        "maps_warps": [4, 8],
+        "scan_block_v": [16, 32, 64],
+        "scan_warps": [4, 8],
+        "output_warps": [4, 8],
+        "transition_warps": [4, 8],
+        "read_warps": [4, 8],
+        "maps_gradient_warps": [4, 8],
     },
     tree_op: {
         "query_warps": [4, 8],
@@ -56,12 +67,13 @@ def make_inputs(B: int, T: int, H: int, K: int, V: int, heads: int) -> dict[str,
         "v": draw(B, T, H, V).bfloat16(),
         "log_decay": -0.1 * F.softplus(draw(B, T, H)),
         "lambda": F.softplus(draw(B, T, H, required_levels(T))),
+        "beta": draw(B, T, H).sigmoid(),
     }
     return {name: x.requires_grad_() for name, x in inputs.items()}
 
 
 def ours(inputs: dict[str, Tensor], *, tree: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    q, k, v, log_decay, lambda_ = inputs.values()
+    q, k, v, log_decay, lambda_, _ = inputs.values()
     if tree:
         return (
             lambda: log_linear_attention(q, k, v, log_decay, None, lambda_, backend="triton"),
@@ -71,6 +83,18 @@ def ours(inputs: dict[str, Tensor], *, tree: bool) -> tuple[Callable[[], Tensor]
         lambda: gated_linear_attention(q, k, v, log_decay, backend="triton")[0],
         [q, k, v, log_decay],
     )
+
+
+def ours_delta(inputs: dict[str, Tensor], *, tree: bool) -> tuple[Callable, list[Tensor]]:
+    """Log-linear, or the delta rule itself."""
+    q, k, v, log_decay, lambda_, beta = inputs.values()
+    if tree:
+        return (
+            lambda: log_linear_attention(q, k, v, log_decay, beta, lambda_, backend="triton"),
+            [q, k, v, log_decay, beta, lambda_],
+        )
+    options = {"step_size": "learned", "backend": "triton"}
+    return lambda: delta_rule(q, k, v, log_decay, beta, **options)[0], [q, k, v, log_decay, beta]
 
 
 def peer(inputs: dict[str, Tensor], *, tree: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
@@ -83,7 +107,7 @@ def peer(inputs: dict[str, Tensor], *, tree: bool) -> tuple[Callable[[], Tensor]
     from fla.ops.simple_gla import chunk_simple_gla  # pyright: ignore[reportMissingImports]
 
     chunk_o.TRITON_ABOVE_3_7_1 = True
-    q, k, v, log_decay, lambda_ = inputs.values()
+    q, k, v, log_decay, lambda_, _ = inputs.values()
     if tree:
         low = [x.detach().bfloat16().requires_grad_() for x in (q, k, v, log_decay, lambda_)]
         return lambda: chunk_log_linear_attn(*low)[0], low
@@ -112,6 +136,8 @@ def comparison() -> Rows:
         ("one state, Triton", ours, False, False),
         ("log-linear, Triton", ours, True, False),
         ("log-linear, Triton, 1 q/k head", ours, True, True),
+        ("delta rule, Triton", ours_delta, False, False),
+        ("log-linear delta rule, Triton", ours_delta, True, False),
         ("fla simple_gla", peer, False, False),
         ("fla log-linear, all bf16, 1 q/k head", peer, True, True),
     ):
@@ -129,13 +155,17 @@ def growth() -> Rows:
 
 def sweep() -> Rows:
     shape = SHAPES[1]
+    named = {
+        single_op: ("one state", ours, False),
+        tree_op: ("log-linear", ours, True),
+        delta_op: ("log-linear delta rule", ours_delta, True),
+    }
     for module, fields in SWEEPS.items():
-        plan = module.PLAN
+        plan, (name, op, tree) = module.PLAN, named[module]
         for field, values in fields.items():
             for value in values:
                 module.PLAN = dataclasses.replace(plan, **{field: value})
-                name = "log-linear" if module is tree_op else "one state"
-                yield timed(shape, f"{name}, {field} {value}", ours, module is tree_op, shape[2])
+                yield timed(shape, f"{name}, {field} {value}", op, tree, shape[2])
         module.PLAN = plan
 
 

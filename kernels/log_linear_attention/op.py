@@ -62,7 +62,7 @@ def log_linear_attention(
                             None is zero.
         initial_position    how many tokens of the first document lie before token 0.
         backend             "chunk" in torch on any device; "triton" for bf16 on a GPU with K and V
-                            of 64 or 128, without beta; "recurrent" token by token; "reference".
+                            of 64 or 128; "recurrent" token by token; "reference".
     Returns:
         o_BTJV [B, T, J, V] in v's dtype. The states after the last token are
         `log_linear_segment_map`'s.

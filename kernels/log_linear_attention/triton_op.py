@@ -1,5 +1,5 @@
-"""Log-linear attention on the gated linear base on a GPU: launches the kernels and gives them to
-autograd."""
+"""Log-linear attention on a GPU: the public form; and for the gated linear base, what launches the
+kernels and gives them to autograd."""
 
 # Launches take keywords that the kernels' signatures do not have.
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -24,6 +24,7 @@ from mixtron.kernels.log_linear_attention.triton_backward import (
     push_kernel,
     query_kernel,
 )
+from mixtron.kernels.log_linear_attention.triton_delta_op import LogLinearDelta
 from mixtron.kernels.log_linear_attention.triton_forward import (
     block_sums_kernel,
     output_kernel,
@@ -67,38 +68,43 @@ def log_linear_attention_triton(
     initial_states_BSJKV: Tensor | None = None,
     initial_position: int = 0,
 ) -> Tensor:
-    """Arguments and result of `log_linear_attention`, for bf16 on a GPU on the gated linear base; K
-    and V of 64 or 128.
+    """Arguments and result of `log_linear_attention`, for bf16 on a GPU; K and V of 64 or 128.
 
     Raises:
-        ValueError: a dtype, device, width or base that it cannot take.
+        ValueError: a dtype, device or width that it cannot take.
     """
     check_triton(q_BTHK, v_BTJV)
-    if beta_BTJ is not None:
-        raise ValueError("beta_BTJ: the triton form has no gated delta base; it takes None")
     if scale is None:
         scale = 1 / math.sqrt(q_BTHK.shape[-1])
-    tokens = tuple(lengths or [q_BTHK.shape[1]])
-    plan = tree_plan(tokens, initial_position, CHUNK_LENGTH, q_BTHK.device)
-    inputs = (q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, lambda_BTJL)
-    slot = initial_position % CHUNK_LENGTH
-    if initial_states_BSJKV is None or slot == 0:
-        first_write_BJKV = None
+    lengths = tuple(lengths or [q_BTHK.shape[1]])
+    plan = tree_plan(lengths, initial_position, CHUNK_LENGTH, q_BTHK.device)
+    slot, count = initial_position % CHUNK_LENGTH, 0
+    o_first_BTJV = first_write_BJKV = larger_BSJKV = None
+    if initial_states_BSJKV is not None:
+        larger_BSJKV = initial_states_BSJKV[:, SMALL_BITS:][:, : plan.slots - plan.chunks]
+        if slot:
+            count = min(lengths[0], CHUNK_LENGTH - slot)
+            o_first_BTJV, first_write_BJKV = first_chunk_states(
+                q_BTHK[:, :count],
+                k_BTHK[:, :count],
+                log_decay_BTJ[:, :count],
+                None if beta_BTJ is None else beta_BTJ[:, :count],
+                lambda_BTJL[:, :count],
+                initial_states_BSJKV,
+                initial_position,
+                CHUNK_LENGTH,
+                scale,
+            )
+    states = (first_write_BJKV, larger_BSJKV, plan, scale)
+    if beta_BTJ is None:
+        o = _LogLinear.apply(q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, lambda_BTJL, *states)
     else:
-        count = min(tokens[0], CHUNK_LENGTH - slot)
-        own = (x[:, :count] for x in (q_BTHK, log_decay_BTJ, lambda_BTJL))
-        o_first_BTJV, first_write_BJKV = first_chunk_states(
-            *own, initial_states_BSJKV, initial_position, CHUNK_LENGTH, scale
-        )
-    large = None
-    if initial_states_BSJKV is not None and plan.slots > plan.chunks:
-        large = initial_states_BSJKV[:, SMALL_BITS : SMALL_BITS + plan.slots - plan.chunks]
-    o_BTJV = _LogLinear.apply(*inputs, first_write_BJKV, large, plan, scale)
-    assert isinstance(o_BTJV, Tensor)
-    if first_write_BJKV is None:
-        return o_BTJV
-    first = (o_BTJV[:, :count] + o_first_BTJV).to(o_BTJV.dtype)
-    return torch.cat([first, o_BTJV[:, count:]], dim=1)
+        inputs = (q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, beta_BTJ, lambda_BTJL)
+        o = LogLinearDelta.apply(*inputs, *states)
+    assert isinstance(o, Tensor)
+    if o_first_BTJV is None:
+        return o
+    return torch.cat([(o[:, :count] + o_first_BTJV).to(o.dtype), o[:, count:]], dim=1)
 
 
 class _LogLinear(torch.autograd.Function):

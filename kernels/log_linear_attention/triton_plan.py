@@ -39,6 +39,14 @@ class TreePlan:
     """int64: the slot of the node of bit m that chunk n reads; `slots` where it reads none."""
     chunk_T: Tensor
     """int64: the chunk of a token."""
+    first_number: int
+    """Of the first chunk in its document."""
+    live: int
+    """How many nodes all chunks read."""
+    live_N: Tensor
+    """How many the chunks before each one read."""
+    following_N: Tensor
+    """The number of the chunk after it in the same document; 0 where none comes."""
 
 
 @lru_cache(maxsize=64)
@@ -59,6 +67,8 @@ def tree_plan(
     live_MN = np.where(before_MN < 0, N + bit_M1, before_MN)
     live_MN = np.where(index >> bit_M1 & 1, live_MN, S)
 
+    read_N = (index >> bit_M1 & 1).sum(0)
+
     def on_device(x: Sequence | np.ndarray, dtype: type) -> Tensor:
         return torch.tensor(np.asarray(x, dtype=dtype)).to(device, non_blocking=True)
 
@@ -72,6 +82,10 @@ def tree_plan(
         part_P4=on_device(part_P4 or [(0, 0, 0, 0)], np.int32),
         live_MN=on_device(live_MN, np.int64),
         chunk_T=on_device(chunks.slot_of_token // C, np.int64),
+        first_number=int(index[0]),
+        live=int(read_N.sum()),
+        live_N=on_device(read_N.cumsum() - read_N, np.int32),
+        following_N=on_device(chunks.following, np.int32),
     )
 
 

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 
 from mixtron.kernels.gated_linear_attention import gated_linear_attention
 from mixtron.kernels.linear_attention import linear_attention, linear_attention_reference
-from mixtron.kernels.log_linear_attention import log_linear_attention
+from mixtron.kernels.log_linear_attention import chunk, log_linear_attention
 from tests.helpers.numerics import assert_close_calibrated
 
 pytestmark = pytest.mark.gpu
 PACKED = [1, 130, 63, 1, 61, 300]
 OPS = ("one_state", "log_linear")
 LEVELS = 17
+GATES = ("log_decay", "lambda", "beta")
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +90,7 @@ def run(function, inputs, dtype):
     """Output and every gradient of sum(output * fixed noise); gates stay in fp32 or above."""
     gate_dtype = torch.promote_types(dtype, torch.float32)
     leaves = [
-        x.detach().to(gate_dtype if name in ("log_decay", "lambda") else dtype).requires_grad_()
+        x.detach().to(gate_dtype if name in GATES else dtype).requires_grad_()
         for name, x in inputs.items()
     ]
     output = function(*leaves)
@@ -184,6 +185,44 @@ def test_normalised_linear_attention(dims):
 
     found, again = (run(triton, inputs, torch.bfloat16) for _ in range(2))
     exact, low = (run(reference, inputs, dtype) for dtype in (torch.float64, torch.bfloat16))
+    for name, x in exact.items():
+        assert torch.equal(found[name], again[name]), name
+        assert_close_calibrated(found[name], x, low[name], name, maximum_factor=4.0)
+
+
+def rounded_maps(*inputs, exact=chunk._chunk_maps):
+    """Of each chunk, in bf16 as tensor cores take them; the decay across it is not."""
+    scores, read, absorb, transition = exact(*inputs)
+    eye_KK = torch.eye(transition.shape[-1], device=transition.device)
+    across = inputs[2].sum(-2).exp().unsqueeze(-1) * eye_KK
+    low = [x.bfloat16().float() for x in (scores, read, absorb, across - transition)]
+    return *low[:3], across - low[3]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dims"),
+    [([T], (64, 64)) for T in (1, 2, 63, 64, 65, 127, 1000, 4096)]
+    + [(PACKED, (64, 64)), (PACKED, (128, 64)), (PACKED, (128, 128))],
+    ids=str,
+)
+def test_delta_base(lengths, dims, monkeypatch):
+    """Against the chunked form in fp64; and that form with its chunks' maps rounded."""
+    inputs = make_inputs("log_linear", sum(lengths), K=dims[0], V=dims[1])
+    generator = torch.Generator("cuda").manual_seed(0)
+    beta = torch.randn(inputs["log_decay"].shape, generator=generator, device="cuda").sigmoid()
+    inputs["beta"] = beta
+
+    def form(backend):
+        def call(q, k, v, log_decay, lambda_, beta):
+            options = {"lengths": lengths, "backend": backend}
+            return log_linear_attention(q, k, v, log_decay, beta, lambda_, **options)
+
+        return call
+
+    found, again = (run(form("triton"), inputs, torch.bfloat16) for _ in range(2))
+    exact = run(form("chunk"), inputs, torch.float64)
+    monkeypatch.setattr(chunk, "_chunk_maps", rounded_maps)
+    low = run(form("chunk"), inputs, torch.bfloat16)
     for name, x in exact.items():
         assert torch.equal(found[name], again[name]), name
         assert_close_calibrated(found[name], x, low[name], name, maximum_factor=4.0)

@@ -30,10 +30,11 @@ def compare(common, inputs, label, **options):
 compare(one_state, one_state.make_inputs(65, J=4, B=2), "two chunks")
 offsets = torch.tensor([0, 1, 2, 63, 64, 150, 200, 200])
 compare(one_state, one_state.make_inputs(200), "packed", cu_seqlens=offsets)
-for lengths, position in [([1], 0), ([3, 1, 130, 64, 2], 0), ([264], 0), ([30, 170], 100)]:
-    inputs = log_linear.make_inputs(sum(lengths), "gated_linear")
-    options = {"lengths": lengths, "initial_position": position}
-    compare(log_linear, inputs, (lengths, position), **options)
+for lengths, position in [([3, 1, 130, 64, 2], 0), ([264], 0), ([30, 170], 100)]:
+    for base in log_linear.BASES:
+        inputs = log_linear.make_inputs(sum(lengths), base)
+        options = {"lengths": lengths, "initial_position": position}
+        compare(log_linear, inputs, (base, lengths, position), **options)
 
 normalised.K = normalised.V = 16
 inputs = normalised.make_inputs(130)
@@ -64,9 +65,10 @@ def test_interpreted_kernels_equal_the_chunked_form():
     assert done.stdout.splitlines() == [
         "checked two chunks 7",
         "checked packed 7",
-        "checked ([1], 0) 7",
-        "checked ([3, 1, 130, 64, 2], 0) 7",
-        "checked ([264], 0) 7",
-        "checked ([30, 170], 100) 7",
+        *(
+            f"checked {(base, lengths, position)} {results}"
+            for lengths, position in [([3, 1, 130, 64, 2], 0), ([264], 0), ([30, 170], 100)]
+            for base, results in [("gated_linear", 7), ("gated_delta", 8)]
+        ),
         "checked normalised 6",
     ]

@@ -1,7 +1,5 @@
 """What `kernel: triton` of the mixers with a linear state refuses, before a model is built."""
 
-import re
-
 import pytest
 
 from mixtron.megatron_ext.errors import ConfigError
@@ -36,11 +34,6 @@ def test_other_widths_are_refused(config):
     said = "kernel=triton takes key_dim and value_dim of 64 or 128, not 128 and 32"
     with pytest.raises(ValueError, match=said):
         config(**OPTIONS | {"value_dim": 32})
-
-
-def test_the_delta_base_is_refused():
-    with pytest.raises(ValueError, match=re.escape("takes base=gated_linear, not gated_delta")):
-        LogLinear(**OPTIONS, base="gated_delta")
 
 
 @pytest.mark.parametrize("config", [Mamba2, LogLinear])
