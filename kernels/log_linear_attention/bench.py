@@ -1,6 +1,6 @@
 """Times linear and log-linear attention on the GPU beside flash-linear-attention, in one run.
 
-    python -m mixtron.kernels.log_linear_attention.bench [--growth] [--sweep]
+    python -m mixtron.kernels.log_linear_attention.bench [--growth] [--sweep OP]
 
 Prints Markdown: forward, forward + backward, and the memory that they need beyond their inputs.
 Nothing is checked here: `tests/kernels/test_gpu_linear_attention.py` does that.
@@ -25,32 +25,40 @@ from mixtron.kernels.log_linear_attention import triton_op as tree_op
 
 SHAPES = [(8, 4096, 16, 128, 64), (1, 32768, 32, 128, 64), (1, 131072, 32, 128, 64)]
 """B, T, H, K, V; as many query/key heads as value heads, unless said."""
-SWEEPS: dict[Any, dict[str, list[int]]] = {
-    single_op: {
-        "query_warps": [4, 8],
-        "key_warps": [4, 8],
-        "output_warps": [4, 8],
-        "write_warps": [4, 8],
-        "scan_block": [512, 1024, 2048],
-        "scan_stages": [2, 4, 6],
-    },
-    delta_op: {
-        "maps_warps": [4, 8],
-        "scan_block_v": [16, 32, 64],
-        "scan_warps": [4, 8],
-        "output_warps": [4, 8],
-        "transition_warps": [4, 8],
-        "read_warps": [4, 8],
-        "maps_gradient_warps": [4, 8],
-    },
-    tree_op: {
-        "query_warps": [4, 8],
-        "key_warps": [4, 8],
-        "output_warps": [4, 8],
-        "parts_warps": [4, 8],
-        "tree_block": [256, 512, 1024],
-        "tree_warps": [1, 2, 4],
-    },
+SWEEPS: dict[str, tuple[Any, dict[str, list[int]]]] = {
+    "one_state": (
+        single_op,
+        {
+            "query_warps": [4, 8],
+            "key_warps": [4, 8],
+            "output_warps": [4, 8],
+            "scan_block": [512, 1024, 2048],
+            "scan_stages": [2, 4, 6],
+        },
+    ),
+    "log_linear": (
+        tree_op,
+        {
+            "query_warps": [4, 8],
+            "key_warps": [4, 8],
+            "output_warps": [4, 8],
+            "parts_warps": [4, 8],
+            "tree_block": [256, 512, 1024],
+            "tree_warps": [1, 2, 4],
+        },
+    ),
+    "delta": (
+        delta_op,
+        {
+            "scan_block_v": [16, 32, 64],
+            "scan_warps": [4, 8],
+            "maps_warps": [4, 8],
+            "read_warps": [4, 8],
+            "maps_gradient_warps": [4, 8],
+            "transition_warps": [4, 8],
+            "output_warps": [4, 8],
+        },
+    ),
 }
 
 
@@ -93,8 +101,10 @@ def ours_delta(inputs: dict[str, Tensor], *, tree: bool) -> tuple[Callable, list
             lambda: log_linear_attention(q, k, v, log_decay, beta, lambda_, backend="triton"),
             [q, k, v, log_decay, beta, lambda_],
         )
-    options = {"step_size": "learned", "backend": "triton"}
-    return lambda: delta_rule(q, k, v, log_decay, beta, **options)[0], [q, k, v, log_decay, beta]
+    return (
+        lambda: delta_rule(q, k, v, log_decay, beta, step_size="learned", backend="triton")[0],
+        [q, k, v, log_decay, beta],
+    )
 
 
 def peer(inputs: dict[str, Tensor], *, tree: bool) -> tuple[Callable[[], Tensor], list[Tensor]]:
@@ -153,29 +163,25 @@ def growth() -> Rows:
             yield timed(shape, "log-linear" if tree else "one state", ours, tree, 16)
 
 
-def sweep() -> Rows:
-    shape = SHAPES[1]
-    named = {
-        single_op: ("one state", ours, False),
-        tree_op: ("log-linear", ours, True),
-        delta_op: ("log-linear delta rule", ours_delta, True),
-    }
-    for module, fields in SWEEPS.items():
-        plan, (name, op, tree) = module.PLAN, named[module]
-        for field, values in fields.items():
-            for value in values:
-                module.PLAN = dataclasses.replace(plan, **{field: value})
-                yield timed(shape, f"{name}, {field} {value}", op, tree, shape[2])
-        module.PLAN = plan
+def sweep(name: str) -> Rows:
+    """One option of an op's launches after another."""
+    module, fields = SWEEPS[name]
+    plan, op = module.PLAN, ours_delta if name == "delta" else ours
+    for field, values in fields.items():
+        for value in values:
+            module.PLAN = dataclasses.replace(plan, **{field: value})
+            label = f"{name}, {field} {value}"
+            yield timed(SHAPES[1], label, op, name != "one_state", SHAPES[1][2])
+    module.PLAN = plan
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--growth", action="store_true")
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep", choices=SWEEPS)
     options = parser.parse_args()
     print(measure.versions(), "K 128, V 64", sep=", ")
-    rows = sweep() if options.sweep else growth() if options.growth else comparison()
+    rows = sweep(options.sweep) if options.sweep else growth() if options.growth else comparison()
     heads = ["B x T x H", "op", "forward ms", "forward + backward ms", "extra MiB"]
     print(measure.table(heads, []))
     for row in rows:
