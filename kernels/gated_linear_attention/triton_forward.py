@@ -84,20 +84,30 @@ def write_kernel(
 @triton.jit(do_not_specialize=["N"])
 def scan_kernel(
     write_BJNE,
-    across_BJN,
+    across,
     edge_BJE,
     states_BJNE,
     end_BJE,
     N,
-    E: tl.constexpr,
+    H: tl.constexpr,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_EDGE: tl.constexpr,
     REVERSE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """S' = across S + write over the chunks, for BLOCK of a state's E = K V numbers: the states
-    that each chunk is entered with; or (REVERSE) the gradients that it is left with."""
+    that each chunk is entered with; or (REVERSE) the gradients that it is left with.
+
+    `across` is [B, J, N], or PER_CHANNEL [B, H, N, K]."""
+    E: tl.constexpr = K * V
     bj = tl.program_id(1).to(tl.int64)
+    head = bj
+    if PER_CHANNEL:
+        head = bj // J * H + bj % J // (J // H)
     entry_E = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     S_E = tl.zeros([BLOCK], tl.float32)
     if HAS_EDGE:
@@ -108,9 +118,12 @@ def scan_kernel(
             n = N - 1 - step
         chunk = bj * N + n
         write_E = tl.load(write_BJNE + chunk * E + entry_E).to(tl.float32)
-        across = tl.load(across_BJN + chunk)
+        if PER_CHANNEL:
+            decay = tl.load(across + (head * N + n) * K + entry_E // V)
+        else:
+            decay = tl.load(across + chunk)
         tl.store(states_BJNE + chunk * E + entry_E, S_E.to(states_BJNE.dtype.element_ty))
-        S_E = across * S_E + write_E
+        S_E = decay * S_E + write_E
     tl.store(end_BJE + bj * E + entry_E, S_E)
 
 

@@ -4,7 +4,6 @@ autograd."""
 # Launches take keywords that the kernels' signatures do not have.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -41,32 +40,6 @@ class Plan:
 PLAN = Plan()
 
 
-def gated_linear_attention_triton(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTJV: Tensor,
-    log_decay: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state_BJKV: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Arguments and results of `gated_linear_attention`, for bf16 on a GPU with one decay a head; K
-    and V of 64 or 128.
-
-    Raises:
-        ValueError: a dtype, device, width or decay that it cannot take.
-    """
-    check_triton(q_BTHK, v_BTJV)
-    if log_decay.dim() != 3:
-        raise ValueError(
-            f"log_decay is {list(log_decay.shape)}: the triton form takes one a head, [B, T, J]"
-        )
-    if scale is None:
-        scale = 1 / math.sqrt(q_BTHK.shape[-1])
-    return run_triton(q_BTHK, k_BTHK, v_BTJV, log_decay, initial_state_BJKV, cu_seqlens, scale)
-
-
 def run_triton(
     q_BTHK: Tensor,
     k_BTHK: Tensor,
@@ -100,9 +73,7 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, log_decay, initial, cu_seqlens, scale, fp32_output):
         q, k, v, log_decay = (x.contiguous() for x in (q, k, v, log_decay))
-        document_T = None
-        if cu_seqlens is not None:
-            document_T = document_starts(cu_seqlens, q.shape[1]).cumsum(0, dtype=torch.int32)
+        document_T = document_numbers(cu_seqlens, q.shape[1])
         write, across = chunk_writes(k, v, log_decay, document_T)
         states, final = scan(write, across, initial, q.dtype, reverse=False)
         o = output(q, k, v, log_decay, document_T, states, scale, fp32_output)
@@ -124,6 +95,13 @@ class _GatedLinear(torch.autograd.Function):
             q, k, v, do, log_decay, document_T, states, dstates, dlog_decay, ctx.scale
         )
         return dq, dk, dv, dlog_decay, dinitial if ctx.has_initial else None, None, None, None
+
+
+def document_numbers(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
+    """[T] int32: rises where a document starts."""
+    if cu_seqlens is None:
+        return None
+    return document_starts(cu_seqlens, tokens).cumsum(0, dtype=torch.int32)
 
 
 def shape_of(x_BTHK: Tensor, J: int, V: int) -> dict:
@@ -156,7 +134,7 @@ def chunk_writes(k, v, log_decay, document_T):
     return write_BJNKV, across_BJN
 
 
-def scan(write_BJNKV, across_BJN, edge_BJKV, dtype: torch.dtype, *, reverse: bool):
+def scan(write_BJNKV, across, edge_BJKV, dtype: torch.dtype, *, reverse: bool):
     """The states before the chunks, in dtype, and after the last, fp32; backwards, their gradients
     after the chunks, and before the first."""
     B, J, N, K, V = write_BJNKV.shape
@@ -165,12 +143,16 @@ def scan(write_BJNKV, across_BJN, edge_BJKV, dtype: torch.dtype, *, reverse: boo
     block = min(PLAN.scan_block, K * V)
     scan_kernel[(K * V // block, B * J)](
         write_BJNKV,
-        across_BJN,
+        across,
         None if edge_BJKV is None else edge_BJKV.contiguous(),
         states_BJNKV,
         end_BJKV,
         N,
-        E=K * V,
+        H=across.shape[1],
+        J=J,
+        K=K,
+        V=V,
+        PER_CHANNEL=across.dim() == 4,
         BLOCK=block,
         HAS_EDGE=edge_BJKV is not None,
         REVERSE=reverse,
