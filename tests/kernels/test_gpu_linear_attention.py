@@ -15,7 +15,7 @@ from tests.helpers.numerics import assert_close_calibrated
 
 pytestmark = pytest.mark.gpu
 PACKED = [1, 130, 63, 1, 61, 300]
-OPS = ("one_state", "log_linear")
+OPS = ("one_state", "channel", "log_linear")
 LEVELS = 17
 GATES = ("log_decay", "lambda", "beta")
 
@@ -39,7 +39,7 @@ def make_inputs(op, T, *, B=1, H=2, J=4, K=64, V=64):
         "q": draw(B, T, H, K).bfloat16(),
         "k": F.normalize(draw(B, T, H, K), dim=-1).bfloat16(),
         "v": draw(B, T, J, V).bfloat16(),
-        "log_decay": -0.1 * F.softplus(draw(B, T, J)),
+        "log_decay": -0.1 * F.softplus(draw(*((B, T, H, K) if op == "channel" else (B, T, J)))),
     }
     if op == "log_linear":
         inputs["lambda"] = draw(B, T, J, LEVELS)
@@ -57,7 +57,24 @@ def kernel(op, lengths):
         options = {"lengths": lengths, "backend": "triton"}
         return log_linear_attention(q, k, v, log_decay, None, lambda_, **options)
 
-    return one_state if op == "one_state" else log_linear
+    return log_linear if op == "log_linear" else one_state
+
+
+def scores(q_BTJK, k_BTJK, log_decay, past_TT):
+    """[B, J, T, T]: <q_i, k_j>, decayed from after j to i; one channel after another."""
+    G = log_decay.cumsum(1)
+    if G.dim() == 3:
+        G_BJT = G.transpose(1, 2)
+        between = (G_BJT[..., :, None] - G_BJT[..., None, :]).masked_fill(~past_TT, -torch.inf)
+        return torch.einsum("bijk,bsjk->bjis", q_BTJK, k_BTJK) * between.exp()
+    total = 0
+    for channel in range(G.shape[-1]):
+        q_BJT, k_BJT = (x[..., channel].transpose(1, 2) for x in (q_BTJK, k_BTJK))
+        G_BJT = G[..., channel].repeat_interleave(q_BTJK.shape[2] // G.shape[2], dim=2)
+        G_BJT = G_BJT.transpose(1, 2)
+        between = (G_BJT[..., :, None] - G_BJT[..., None, :]).masked_fill(~past_TT, -torch.inf)
+        total = total + q_BJT[..., :, None] * k_BJT[..., None, :] * between.exp()
+    return total
 
 
 def definition(lengths):
@@ -71,9 +88,7 @@ def definition(lengths):
             q_BTJK, k_BTJK = (x.to(dtype).repeat_interleave(groups, dim=2) for x in own[:2])
             order = torch.arange(q_BTJK.shape[1], device=q.device)
             past = order[:, None] >= order
-            G_BJT = own[3].cumsum(1).transpose(1, 2)
-            between = (G_BJT[..., :, None] - G_BJT[..., None, :]).masked_fill(~past, -torch.inf)
-            weight = torch.einsum("bijk,bsjk->bjis", q_BTJK, k_BTJK) * between.exp()
+            weight = scores(q_BTJK, k_BTJK, own[3], past)
             if lambda_ is not None:
                 level = (order[:, None] ^ order).double().add(1).log2().ceil().long()
                 lambda_BJTL = own[4].transpose(1, 2)
@@ -115,7 +130,9 @@ def check(op, inputs, lengths=None):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 127, 1000, 4096])
 def test_lengths(op, T):
-    check(op, make_inputs(op, T, B=2 if T < 4096 else 1))
+    # The definition of the longest has T^2 numbers, times K with a decay a channel.
+    sizes = {"B": 2} if T < 4096 else {"H": 1, "J": 1}
+    check(op, make_inputs(op, T, **sizes))
 
 
 @pytest.mark.parametrize("op", OPS)

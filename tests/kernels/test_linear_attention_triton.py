@@ -27,9 +27,11 @@ def compare(common, inputs, label, **options):
     print("checked", label, len(exact))
 
 
-compare(one_state, one_state.make_inputs(65, J=4, B=2), "two chunks")
 offsets = torch.tensor([0, 1, 2, 63, 64, 150, 200, 200])
-compare(one_state, one_state.make_inputs(200), "packed", cu_seqlens=offsets)
+for decay in one_state.DECAYS:
+    compare(one_state, one_state.make_inputs(65, J=4, B=2, decay=decay), ("two chunks", decay))
+    inputs = one_state.make_inputs(200, decay=decay)
+    compare(one_state, inputs, ("packed", decay), cu_seqlens=offsets)
 for lengths, position in [([3, 1, 130, 64, 2], 0), ([264], 0), ([30, 170], 100)]:
     for base in log_linear.BASES:
         inputs = log_linear.make_inputs(sum(lengths), base)
@@ -63,8 +65,10 @@ def test_interpreted_kernels_equal_the_chunked_form():
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == [
-        "checked two chunks 7",
-        "checked packed 7",
+        "checked ('two chunks', 'head') 7",
+        "checked ('packed', 'head') 7",
+        "checked ('two chunks', 'channel') 7",
+        "checked ('packed', 'channel') 7",
         *(
             f"checked {(base, lengths, position)} {results}"
             for lengths, position in [([3, 1, 130, 64, 2], 0), ([264], 0), ([30, 170], 100)]

@@ -3,6 +3,7 @@
 import pytest
 
 from mixtron.megatron_ext.errors import ConfigError
+from mixtron.megatron_ext.mixers.gla.config import Config as GLA
 from mixtron.megatron_ext.mixers.linear_attention.config import Config as Linear
 from mixtron.megatron_ext.mixers.log_linear.config import Config as LogLinear
 from mixtron.megatron_ext.mixers.mamba2.config import Config as Mamba2
@@ -11,11 +12,15 @@ OPTIONS = {"heads": 2, "value_heads": 4, "key_dim": 128, "value_dim": 64, "kerne
 
 
 def linear(value_heads, **options):
-    """Linear attention has as many key heads as value heads."""
+    """These two have as many key heads as value heads."""
     return Linear(**options | {"heads": value_heads})
 
 
-CONFIGS = [Mamba2, LogLinear, linear]
+def gla(value_heads, **options):
+    return GLA(**options | {"heads": value_heads})
+
+
+CONFIGS = [Mamba2, LogLinear, linear, gla]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
