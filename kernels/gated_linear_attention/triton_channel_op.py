@@ -98,14 +98,14 @@ class GatedLinearChannel(torch.autograd.Function):
         kernels.query_kernel[(N, B * H)](
             q, k, v, do, document_T, G_BHTK, states_BJNKV,
             dq_BTHK, dlog_decay_BTHK, dP_BHTC, read_BJNKV, scale, T,
-            **per_value, num_warps=WARPS["query"],
+            **per_value, num_warps=WARPS["query"], num_stages=1,
         )  # fmt: skip
         dstates_BJNKV, dinitial = scan(read_BJNKV, across_BHNK, dfinal, q.dtype, reverse=True)
         del read_BJNKV
         kernels.key_kernel[(N, B * H)](
             q, k, v, do, document_T, G_BHTK, across_BHNK, P_BHTC, dP_BHTC,
             states_BJNKV, dstates_BJNKV, dk_BTHK, dv_BTJV, dlog_decay_BTHK, T,
-            **per_value, num_warps=WARPS["key"],
+            **per_value, num_warps=WARPS["key"], num_stages=1,
         )  # fmt: skip
         dinitial = dinitial if ctx.has_initial else None
         return dq_BTHK, dk_BTHK, dv_BTJV, dlog_decay_BTHK, dinitial, None, None
