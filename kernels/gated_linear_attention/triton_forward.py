@@ -42,12 +42,13 @@ def chunk_gates(
 
 @triton.jit(do_not_specialize=["T"])
 def write_kernel(
-    k_BTHK,
-    v_BTJV,
+    x_BTHK,
+    y_BTJV,
     log_decay_BTJ,
     document_T,
     write_BJNKV,
     across_BJN,
+    scale,
     T,
     H: tl.constexpr,
     J: tl.constexpr,
@@ -55,10 +56,13 @@ def write_kernel(
     V: tl.constexpr,
     C: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    READS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """Of one chunk and value head: k^T v decayed to its end, fp32, and the decay across it."""
+    """x^T (weight y) of one chunk and value head, fp32: what keys and values add to the state after
+    it; or (READS) what queries and the output's gradient add to the gradient of the state before.
+    """
     n = tl.program_id(0)
     N = tl.num_programs(0)
     bj = tl.program_id(1).to(tl.int64)
@@ -70,15 +74,20 @@ def write_kernel(
     inside_C1 = (n * C + row_C < T)[:, None]
     first = b * T + n * C
     head = (j // (J // H)) * K
-    k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0)
-    v_CV = tl.load(tile(v_BTJV + j * V + column, first, J * V, row_C, value_V), inside_C1, 0.0)
-    _, _, _, to_end_C, across = chunk_gates(
+    x_CK = tl.load(tile(x_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0)
+    y_CV = tl.load(tile(y_BTJV + j * V + column, first, J * V, row_C, value_V), inside_C1, 0.0)
+    _, _, from_start_C, to_end_C, across = chunk_gates(
         log_decay_BTJ, document_T, bj, n, T, row_C, J, HAS_DOCUMENTS
     )
-    tl.store(across_BJN + bj * N + n, across)
-    v_CV = (v_CV.to(tl.float32) * to_end_C[:, None]).to(PRODUCT)
-    write_KV = tl.dot(tl.trans(k_CK.to(PRODUCT)), v_CV)
-    tl.store(tile(write_BJNKV + column, (bj * N + n) * K, V, key_K, value_V), write_KV)
+    weight_C = to_end_C
+    if READS:
+        weight_C = from_start_C * scale
+    else:
+        tl.store(across_BJN + bj * N + n, across)
+    y_CV = (y_CV.to(tl.float32) * weight_C[:, None]).to(PRODUCT)
+    write_KV = tl.dot(tl.trans(x_CK.to(PRODUCT)), y_CV)
+    pointers = tile(write_BJNKV + column, (bj * N + n) * K, V, key_K, value_V)
+    tl.store(pointers, write_KV.to(write_BJNKV.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["N"])

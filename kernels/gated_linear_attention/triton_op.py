@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mixtron.kernels.gated_linear_attention.triton_backward import key_kernel, query_kernel
+from mixtron.kernels.gated_linear_attention.triton_backward import gradient_kernel
 from mixtron.kernels.gated_linear_attention.triton_forward import (
     output_kernel,
     scan_kernel,
@@ -33,8 +33,7 @@ class Plan:
     scan_warps: int = 4
     scan_stages: int = 4
     output_warps: int = 4
-    query_warps: int = 4
-    key_warps: int = 4
+    gradient_warps: int = 8
 
 
 PLAN = Plan()
@@ -74,7 +73,7 @@ class _GatedLinear(torch.autograd.Function):
     def forward(ctx, q, k, v, log_decay, initial, cu_seqlens, scale, fp32_output):
         q, k, v, log_decay = (x.contiguous() for x in (q, k, v, log_decay))
         document_T = document_numbers(cu_seqlens, q.shape[1])
-        write, across = chunk_writes(k, v, log_decay, document_T)
+        write, across = chunk_products(k, v, log_decay, document_T, None)
         states, final = scan(write, across, initial, q.dtype, reverse=False)
         o = output(q, k, v, log_decay, document_T, states, scale, fp32_output)
         ctx.save_for_backward(q, k, v, log_decay, document_T, across, states)
@@ -86,13 +85,11 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx, do, dfinal):  # type: ignore[override]
         q, k, v, log_decay, document_T, across, states = ctx.saved_tensors
         do = do.contiguous()
-        dq, dlog_decay, read = query_gradients(
-            q, k, v, do, log_decay, document_T, states, ctx.scale
-        )
+        read, _ = chunk_products(q, do, log_decay, document_T, ctx.scale)
         dstates, dinitial = scan(read, across, dfinal, q.dtype, reverse=True)
         del read
-        dk, dv = key_gradients(
-            q, k, v, do, log_decay, document_T, states, dstates, dlog_decay, ctx.scale
+        dq, dk, dv, dlog_decay = gradient(
+            q, k, v, do, log_decay, document_T, states, dstates, ctx.scale
         )
         return dq, dk, dv, dlog_decay, dinitial if ctx.has_initial else None, None, None, None
 
@@ -111,24 +108,29 @@ def shape_of(x_BTHK: Tensor, J: int, V: int) -> dict:
     return {"H": H, "J": J, "K": K, "V": V, "C": CHUNK_LENGTH, "PRODUCT": product}
 
 
-def chunk_writes(k, v, log_decay, document_T):
-    """What each chunk adds to the state [B, J, N, K, V] and the decay across it [B, J, N], fp32."""
-    (B, T, _, K), (J, V) = k.shape, v.shape[2:]
+def chunk_products(x, y, log_decay, document_T, read_scale: float | None):
+    """Each chunk's x^T (weight y) [B, J, N, K, V] fp32; without `read_scale`, for keys and values,
+    also the decay across it [B, J, N] fp32."""
+    (B, T, _, K), (J, V) = x.shape, y.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
-    write_BJNKV = v.new_empty(B, J, N, K, V, dtype=torch.float32)
-    across_BJN = v.new_empty(B, J, N, dtype=torch.float32)
+    write_BJNKV = y.new_empty(B, J, N, K, V, dtype=torch.float32)
+    across_BJN = None
+    if read_scale is None:
+        across_BJN = y.new_empty(B, J, N, dtype=torch.float32)
     block_v = min(PLAN.write_block_v, V)
     write_kernel[(N, B * J, V // block_v)](
-        k,
-        v,
+        x,
+        y,
         log_decay,
         document_T,
         write_BJNKV,
         across_BJN,
+        read_scale or 1.0,
         T,
         BLOCK_V=block_v,
+        READS=read_scale is not None,
         HAS_DOCUMENTS=document_T is not None,
-        **shape_of(k, J, V),
+        **shape_of(x, J, V),
         num_warps=PLAN.write_warps,
     )
     return write_BJNKV, across_BJN
@@ -182,38 +184,12 @@ def output(q, k, v, log_decay, document_T, states, scale: float, fp32_output: bo
     return o_BTJV
 
 
-def query_gradients(q, k, v, do, log_decay, document_T, states, scale: float):
-    """dq; what queries give to the gradients of the log decay's running sums [B, T, J], and of the
-    states [B, J, N, K, V] fp32."""
-    (B, T, H, K), J = q.shape, v.shape[2]
-    dq_BTJK = q.new_empty(B, T, J, K)
-    dG_BTJ = torch.empty_like(log_decay, dtype=torch.float32)
-    read_BJNKV = torch.empty_like(states, dtype=torch.float32)
-    query_kernel[(states.shape[2], B * J)](
-        q,
-        k,
-        v,
-        do,
-        log_decay,
-        document_T,
-        states,
-        dq_BTJK,
-        dG_BTJ,
-        read_BJNKV,
-        scale,
-        T,
-        HAS_DOCUMENTS=document_T is not None,
-        **shape_of(q, J, v.shape[3]),
-        num_warps=PLAN.query_warps,
-    )
-    return to_key_heads(dq_BTJK, H), dG_BTJ, read_BJNKV
-
-
-def key_gradients(q, k, v, do, log_decay, document_T, states, dstates, dG_BTJ, scale: float):
-    """dk and dv; and in place of `dG_BTJ` the gradient of the log decay."""
-    (B, T, H, K), J = q.shape, v.shape[2]
-    dk_BTJK, dv_BTJV = k.new_empty(B, T, J, K), torch.empty_like(v)
-    key_kernel[(states.shape[2], B * J)](
+def gradient(q, k, v, do, log_decay, document_T, states, dstates, scale: float):
+    """The gradients of q, k, v and the log decay."""
+    (B, T, H, K), (J, V) = q.shape, v.shape[2:]
+    dq_BTJK, dk_BTJK = q.new_empty(B, T, J, K), k.new_empty(B, T, J, K)
+    dv_BTJV, dlog_decay_BTJ = torch.empty_like(v), torch.empty_like(log_decay)
+    gradient_kernel[(triton.cdiv(T, CHUNK_LENGTH), B * J)](
         q,
         k,
         v,
@@ -222,16 +198,17 @@ def key_gradients(q, k, v, do, log_decay, document_T, states, dstates, dG_BTJ, s
         document_T,
         states,
         dstates,
+        dq_BTJK,
         dk_BTJK,
         dv_BTJV,
-        dG_BTJ,
+        dlog_decay_BTJ,
         scale,
         T,
         HAS_DOCUMENTS=document_T is not None,
-        **shape_of(q, J, v.shape[3]),
-        num_warps=PLAN.key_warps,
+        **shape_of(q, J, V),
+        num_warps=PLAN.gradient_warps,
     )
-    return to_key_heads(dk_BTJK, H), dv_BTJV
+    return to_key_heads(dq_BTJK, H), to_key_heads(dk_BTJK, H), dv_BTJV, dlog_decay_BTJ
 
 
 def to_key_heads(x_BTJK: Tensor, H: int) -> Tensor:

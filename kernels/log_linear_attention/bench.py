@@ -29,8 +29,7 @@ SWEEPS: dict[str, tuple[Any, dict[str, list[int]]]] = {
     "one_state": (
         single_op,
         {
-            "query_warps": [4, 8],
-            "key_warps": [4, 8],
+            "gradient_warps": [4, 8],
             "output_warps": [4, 8],
             "scan_block": [512, 1024, 2048],
             "scan_stages": [2, 4, 6],
@@ -39,8 +38,7 @@ SWEEPS: dict[str, tuple[Any, dict[str, list[int]]]] = {
     "log_linear": (
         tree_op,
         {
-            "query_warps": [4, 8],
-            "key_warps": [4, 8],
+            "gradient_warps": [4, 8],
             "output_warps": [4, 8],
             "parts_warps": [4, 8],
             "tree_block": [256, 512, 1024],

@@ -1,8 +1,6 @@
 """Log-linear attention on the gated linear base, backward on a GPU: what is read of every node, the
-nodes' gradients down the tree; then chunk by chunk the gradients of queries, and of keys and
-values. The equations are in README.md, the tables in `triton_plan.py`.
-
-Transposed scores are products of their own: transposing an accumulator has gone wrong on Hopper.
+nodes' gradients down the tree, then every other gradient chunk by chunk. The equations are in
+README.md, the tables in `triton_plan.py`.
 """
 
 # Loads have no type outside of a kernel.
@@ -11,7 +9,7 @@ Transposed scores are products of their own: transposing an accumulator has gone
 import triton
 import triton.language as tl
 
-from mixtron.kernels.log_linear_attention.triton_forward import load_chunk, load_lambda, of_level
+from mixtron.kernels.log_linear_attention.triton_forward import level_weights, load_chunk, of_level
 from mixtron.kernels.triton_tools import tile
 
 
@@ -60,8 +58,8 @@ def parts_kernel(
         inside_C1 = inside_C[:, None]
         q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0)
         do_CV = tl.load(tile(do_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
-        lambda_at = lambda_BTJL + ((first + row_C) * J + j) * L
-        lambda_C = load_lambda(lambda_at, 7 + m, inside_C, L)
+        lambda_at = lambda_BTJL + ((first + row_C) * J + j) * L + 7 + m
+        lambda_C = tl.load(lambda_at, inside_C, 0.0).to(tl.float32)
         G_C = tl.load(cumulative_BJNC + (bj * N + n) * C + row_C)
         between = tl.load(before_BJMN + (bj * M + m) * N + n)
         read_C = lambda_C * tl.exp(G_C + between) * scale
@@ -118,7 +116,7 @@ def push_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "S", "M"])
-def query_kernel(
+def gradient_kernel(
     q_BTHK,
     k_BTHK,
     v_BTJV,
@@ -128,9 +126,12 @@ def query_kernel(
     cumulative_BJNC,
     before_BJMN,
     low_BJSKV,
+    dtree_BJSKV,
     dq_BTJK,
+    dk_BTJK,
+    dv_BTJV,
     dlambda_BTJL,
-    dG_BTJ,
+    dlog_decay_BTJ,
     read_BJMN,
     scale,
     T,
@@ -144,8 +145,11 @@ def query_kernel(
     C: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """Of one chunk and value head: dq, dlambda, what queries give to the gradient of the running
-    sum G of the log decay; and what they read of each node times the gradient of that."""
+    """Of one chunk and value head: the gradients of q, k, v and lambda, the log decay's by what
+    begins or ends in the chunk, and what it reads of each node times the gradient of that.
+
+    Transposed scores are products of their own: transposing an accumulator has gone wrong on
+    Hopper."""
     n = tl.program_id(0)
     N = tl.num_programs(0)
     bj = tl.program_id(1).to(tl.int64)
@@ -160,10 +164,11 @@ def query_kernel(
     head = (j // (J // H)) * K
     value = j * V
     q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
+    k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
+    v_CV = tl.load(tile(v_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0).to(PRODUCT)
     do_CV = tl.load(tile(do_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0).to(PRODUCT)
     G_C = tl.load(cumulative_BJNC + (bj * N + n) * C + row_C)
-    level_0_C = ((first + row_C) * J + j) * L
-    lambda_at = lambda_BTJL + level_0_C
+    first_level_C = ((first + row_C) * J + j) * L
 
     # The nodes before it.
     dq_CK = tl.zeros([C, K], tl.float32)
@@ -177,108 +182,49 @@ def query_kernel(
             slot = tl.where(before < 0, N + m, before)
             node_KV = tl.load(tile(low_BJSKV, (bj * S + slot) * K, V, key_K, value_V)).to(PRODUCT)
             between = tl.load(before_BJMN + (bj * M + m) * N + n)
-            lambda_C = load_lambda(lambda_at, 7 + m, inside_C, L)
+            lambda_C = tl.load(lambda_BTJL + first_level_C + 7 + m, inside_C, 0.0).to(tl.float32)
             dread_CK = tl.dot(do_CV, tl.trans(node_KV)) * (tl.exp(G_C + between) * scale)[:, None]
             dlambda_C = tl.sum(dread_CK * q_CK.to(tl.float32), 1)
             dq_CK += dread_CK * lambda_C[:, None]
             dG_C += dlambda_C * lambda_C
             read = tl.sum(dlambda_C * lambda_C, 0)
         tl.store(read_BJMN + (bj * M + m) * N + n, read)
-        tl.store(dlambda_BTJL + level_0_C + 7 + m, dlambda_C, inside_C & (7 + m < L))
+        tl.store(dlambda_BTJL + first_level_C + 7 + m, dlambda_C, inside_C & (7 + m < L))
 
     # Its own tokens.
-    k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    v_CV = tl.load(tile(v_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0).to(PRODUCT)
     distance_CC = row_C[:, None] ^ row_C[None, :]
     upto_CC = row_C[:, None] >= row_C[None, :]
     decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf"))) * scale
+    weight_CC = level_weights(lambda_BTJL, row_C, inside_C, first_level_C, L, C)
     dP_CC = tl.dot(do_CV, tl.trans(v_CV)) * decay_CC
     seen_CC = tl.dot(q_CK, tl.trans(k_CK)) * dP_CC
     for level in tl.static_range(0, 7):
-        lambda_C = load_lambda(lambda_at, level, inside_C, L)
-        of_level_CC = of_level(distance_CC, level)
-        dlambda_C = tl.sum(tl.where(of_level_CC, seen_CC, 0.0), 1)
-        tl.store(dlambda_BTJL + level_0_C + level, dlambda_C, inside_C & (level < L))
-        dG_C += dlambda_C * lambda_C
-        dP_CC = tl.where(of_level_CC, dP_CC * lambda_C[:, None], dP_CC)
-    tl.store(dG_BTJ + (first + row_C) * J + j, dG_C, inside_C)
-    dq_CK = tl.dot(dP_CC.to(PRODUCT), k_CK, dq_CK)
+        if level < L:
+            dlambda_C = tl.sum(tl.where(of_level(distance_CC, level), seen_CC, 0.0), 1)
+            tl.store(dlambda_BTJL + first_level_C + level, dlambda_C, inside_C)
+    seen_CC = seen_CC * weight_CC
+    dG_C += tl.sum(seen_CC, 1) - tl.sum(seen_CC, 0)
+    dq_CK = tl.dot((dP_CC * weight_CC).to(PRODUCT), k_CK, dq_CK)
     dq_tile = tile(dq_BTJK + j * K, first, J * K, row_C, key_K)
     tl.store(dq_tile, dq_CK.to(dq_BTJK.dtype.element_ty), inside_C1)
 
-
-@triton.jit(do_not_specialize=["T", "S"])
-def key_kernel(
-    q_BTHK,
-    k_BTHK,
-    v_BTJV,
-    do_BTJV,
-    lambda_BTJL,
-    chunk_N4,
-    cumulative_BJNC,
-    dtree_BJSKV,
-    dk_BTJK,
-    dv_BTJV,
-    dlog_decay_BTJ,
-    scale,
-    T,
-    S,
-    L: tl.constexpr,
-    H: tl.constexpr,
-    J: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    PRODUCT: tl.constexpr,
-):
-    """Of one chunk and value head: dk, dv, and the log decay's gradient but for what passes the
-    whole chunk, in whose place is what the queries give to that of its running sum."""
-    n = tl.program_id(0)
-    N = tl.num_programs(0)
-    bj = tl.program_id(1).to(tl.int64)
-    b, j = bj // J, bj % J
-    row_C = tl.arange(0, C)
-    key_K = tl.arange(0, K)
-    value_V = tl.arange(0, V)
-    first, begin, end, _ = load_chunk(chunk_N4, n)
-    first += b * T
-    inside_C = (row_C >= begin) & (row_C < end)
-    inside_C1 = inside_C[:, None]
-    head = (j // (J // H)) * K
-    value = j * V
-    q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    v_CV = tl.load(tile(v_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0).to(PRODUCT)
-    do_CV = tl.load(tile(do_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0).to(PRODUCT)
+    # What it writes, and its own tokens as keys.
     dnode_KV = tl.load(tile(dtree_BJSKV, (bj * S + n) * K, V, key_K, value_V)).to(PRODUCT)
-    G_C = tl.load(cumulative_BJNC + (bj * N + n) * C + row_C)
     total = tl.load(cumulative_BJNC + (bj * N + n) * C + C - 1)
     to_end_C1 = tl.exp(total - G_C)[:, None]
+    after_CC = tl.trans(decay_CC * weight_CC)
     dv_CV = tl.dot(k_CK, dnode_KV) * to_end_C1
     kept_C = tl.sum(dv_CV * v_CV.to(tl.float32), 1)
-
-    # Row j of these [C, C] is a key, column i a query.
-    upto_CC = row_C[:, None] <= row_C[None, :]
-    after_CC = tl.exp(tl.where(upto_CC, G_C[None, :] - G_C[:, None], float("-inf"))) * scale
-    lambda_at = lambda_BTJL + ((first + row_C) * J + j) * L
-    distance_CC = row_C[:, None] ^ row_C[None, :]
-    for level in tl.static_range(0, 7):
-        lambda_C = load_lambda(lambda_at, level, inside_C, L)
-        after_CC = tl.where(of_level(distance_CC, level), after_CC * lambda_C[None, :], after_CC)
     P_CC = tl.dot(k_CK, tl.trans(q_CK)) * after_CC
-    dP_CC = tl.dot(v_CV, tl.trans(do_CV))
-    dG_C = tl.load(dlog_decay_BTJ + (first + row_C) * J + j, inside_C, 0.0)
-    dG_C -= tl.sum(P_CC * dP_CC, 1) + kept_C
     dv_CV = tl.dot(P_CC.to(PRODUCT), do_CV, dv_CV)
     dv_tile = tile(dv_BTJV + value, first, J * V, row_C, value_V)
     tl.store(dv_tile, dv_CV.to(dv_BTJV.dtype.element_ty), inside_C1)
     dk_CK = tl.dot(v_CV, tl.trans(dnode_KV)) * to_end_C1
-    dk_CK = tl.dot((dP_CC * after_CC).to(PRODUCT), q_CK, dk_CK)
+    dP_CC = tl.dot(v_CV, tl.trans(do_CV)) * after_CC
+    dk_CK = tl.dot(dP_CC.to(PRODUCT), q_CK, dk_CK)
     dk_tile = tile(dk_BTJK + j * K, first, J * K, row_C, key_K)
     tl.store(dk_tile, dk_CK.to(dk_BTJK.dtype.element_ty), inside_C1)
 
-    dG_C += tl.where(row_C == C - 1, tl.sum(kept_C, 0), 0.0)
-    dg_C = tl.sum(tl.where(upto_CC, dG_C[None, :], 0.0), 1)
-    # Every row has been read by then.
-    tl.debug_barrier()
+    dG_C += tl.where(row_C == C - 1, tl.sum(kept_C, 0), 0.0) - kept_C
+    dg_C = tl.sum(tl.where(upto_CC, dG_C[:, None], 0.0), 0)
     tl.store(dlog_decay_BTJ + (first + row_C) * J + j, dg_C, inside_C)

@@ -9,7 +9,8 @@ are in README.md.
 import triton
 import triton.language as tl
 
-from mixtron.kernels.log_linear_attention.triton_forward import load_chunk, load_lambda, of_level
+from mixtron.kernels.log_linear_attention.triton_delta_forward import load_lambda
+from mixtron.kernels.log_linear_attention.triton_forward import load_chunk, of_level
 from mixtron.kernels.triton_tools import tile
 
 

@@ -10,8 +10,14 @@ states that it is entered with by a scan, then the outputs. The equations are in
 import triton
 import triton.language as tl
 
-from mixtron.kernels.log_linear_attention.triton_forward import load_chunk, load_lambda, of_level
+from mixtron.kernels.log_linear_attention.triton_forward import load_chunk, of_level
 from mixtron.kernels.triton_tools import tile, unit_lower_inverse
+
+
+@triton.jit
+def load_lambda(lambda_C, level, inside_C, L: tl.constexpr):
+    """Of a chunk's tokens, whose lambda of level 0 lies at `lambda_C`."""
+    return tl.load(lambda_C + level, inside_C & (level < L), 0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -157,9 +157,15 @@ def tree_kernel(
 
 
 @triton.jit
-def load_lambda(lambda_C, level, inside_C, L: tl.constexpr):
-    """Of a chunk's tokens, whose lambda of level 0 lies at `lambda_C`."""
-    return tl.load(lambda_C + level, inside_C & (level < L), 0.0).to(tl.float32)
+def level_weights(lambda_BTJL, row_C, inside_C, first_level, L: tl.constexpr, C: tl.constexpr):
+    """[C, C]: the lambda of the level at which token i of a chunk sees j."""
+    distance_CC = row_C[:, None] ^ row_C[None, :]
+    weight_CC = tl.zeros([C, C], tl.float32)
+    for level in tl.static_range(0, 7):
+        if level < L:
+            lambda_C = tl.load(lambda_BTJL + first_level + level, inside_C, 0.0).to(tl.float32)
+            weight_CC = tl.where(of_level(distance_CC, level), lambda_C[:, None], weight_CC)
+    return weight_CC
 
 
 @triton.jit
@@ -210,15 +216,12 @@ def output_kernel(
     k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
     v_CV = tl.load(tile(v_BTJV + j * V, first, J * V, row_C, value_V), inside_C1, 0.0).to(PRODUCT)
     G_C = tl.load(cumulative_BJNC + (bj * N + n) * C + row_C)
-    lambda_at = lambda_BTJL + ((first + row_C) * J + j) * L
+    first_level_C = ((first + row_C) * J + j) * L
 
     upto_CC = row_C[:, None] >= row_C[None, :]
     decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf"))) * scale
-    distance_CC = row_C[:, None] ^ row_C[None, :]
-    P_CC = tl.dot(q_CK, tl.trans(k_CK)) * decay_CC
-    for level in tl.static_range(0, 7):
-        lambda_C = load_lambda(lambda_at, level, inside_C, L)
-        P_CC = tl.where(of_level(distance_CC, level), P_CC * lambda_C[:, None], P_CC)
+    weight_CC = level_weights(lambda_BTJL, row_C, inside_C, first_level_C, L, C)
+    P_CC = tl.dot(q_CK, tl.trans(k_CK)) * decay_CC * weight_CC
     o_CV = tl.dot(P_CC.to(PRODUCT), v_CV)
     for m in range(M):
         size = 1 << m
@@ -227,7 +230,7 @@ def output_kernel(
             slot = tl.where(before < 0, N + m, before)
             node_KV = tl.load(tile(low_BJSKV, (bj * S + slot) * K, V, key_K, value_V)).to(PRODUCT)
             between = tl.load(before_BJMN + (bj * M + m) * N + n)
-            lambda_C = load_lambda(lambda_at, 7 + m, inside_C, L)
+            lambda_C = tl.load(lambda_BTJL + first_level_C + 7 + m, inside_C, 0.0).to(tl.float32)
             read_C = lambda_C * tl.exp(G_C + between) * scale
             o_CV += tl.dot(q_CK, node_KV) * read_C[:, None]
     o_tile = tile(o_BTJV + j * V, first, J * V, row_C, value_V)

@@ -19,10 +19,9 @@ from mixtron.kernels.gated_linear_attention.triton_op import (
 )
 from mixtron.kernels.log_linear_attention.chunk import first_chunk_states
 from mixtron.kernels.log_linear_attention.triton_backward import (
-    key_kernel,
+    gradient_kernel,
     parts_kernel,
     push_kernel,
-    query_kernel,
 )
 from mixtron.kernels.log_linear_attention.triton_delta_op import LogLinearDelta
 from mixtron.kernels.log_linear_attention.triton_forward import (
@@ -48,8 +47,7 @@ class Plan:
     output_warps: int = 4
     parts_block_v: int = 64
     parts_warps: int = 4
-    query_warps: int = 4
-    key_warps: int = 4
+    gradient_warps: int = 8
 
 
 PLAN = Plan()
@@ -128,10 +126,9 @@ class _LogLinear(torch.autograd.Function):
         parts = read_parts(q, do, lambda_, cumulative, before, plan, scale)
         dtree, merged = push_gradients(parts, low, cumulative, before, plan)
         del parts
-        dq, dlambda, dlog_decay, read = query_gradients(
-            q, k, v, do, lambda_, cumulative, before, low, plan, scale
+        dq, dk, dv, dlambda, dlog_decay, read = gradient(
+            q, k, v, do, lambda_, cumulative, before, low, dtree, plan, scale
         )
-        dk, dv = key_gradients(q, k, v, do, lambda_, cumulative, dtree, dlog_decay, plan, scale)
         dlog_decay += passing(read, merged, plan).index_select(2, plan.chunk_T).transpose(1, 2)
         N = plan.chunks
         dfirst = dtree[:, :, 0] if ctx.has_first else None
@@ -288,15 +285,16 @@ def push_gradients(parts_BJPKV, low_BJSKV, cumulative, before, plan: TreePlan):
     return dtree_BJSKV, merged_QBJS.sum(0)
 
 
-def query_gradients(q, k, v, do, lambda_, cumulative, before, low, plan: TreePlan, scale: float):
-    """dq and dlambda; what queries give to the gradients of the log decay's running sums [B, T, J];
-    and what each chunk reads of each node times the gradient of that [B, J, M, N], fp32."""
+def gradient(q, k, v, do, lambda_, cumulative, before, low, dtree, plan: TreePlan, scale: float):
+    """The gradients of q, k, v, lambda, and the log decay's but for what passes whole chunks; and
+    what each chunk reads of each node times its gradient [B, J, M, N] fp32."""
     (B, T, H, K), (J, V) = q.shape, v.shape[2:]
-    dq_BTJK, dlambda_BTJL = q.new_empty(B, T, J, K), torch.empty_like(lambda_)
+    dq_BTJK, dk_BTJK = q.new_empty(B, T, J, K), k.new_empty(B, T, J, K)
+    dv_BTJV, dlambda_BTJL = torch.empty_like(v), torch.empty_like(lambda_)
     dlambda_BTJL[..., 7 + plan.bits :] = 0
-    dG_BTJ = lambda_.new_empty(B, T, J, dtype=torch.float32)
+    dlog_decay_BTJ = lambda_.new_empty(B, T, J)
     read_BJMN = torch.empty_like(before)
-    query_kernel[(plan.chunks, B * J)](
+    gradient_kernel[(plan.chunks, B * J)](
         q,
         k,
         v,
@@ -306,9 +304,12 @@ def query_gradients(q, k, v, do, lambda_, cumulative, before, low, plan: TreePla
         cumulative,
         before,
         low,
+        dtree,
         dq_BTJK,
+        dk_BTJK,
+        dv_BTJV,
         dlambda_BTJL,
-        dG_BTJ,
+        dlog_decay_BTJ,
         read_BJMN,
         scale,
         T,
@@ -316,36 +317,10 @@ def query_gradients(q, k, v, do, lambda_, cumulative, before, low, plan: TreePla
         plan.bits,
         L=lambda_.shape[-1],
         **shape_of(q, J, V),
-        num_warps=PLAN.query_warps,
+        num_warps=PLAN.gradient_warps,
     )
-    return to_key_heads(dq_BTJK, H), dlambda_BTJL, dG_BTJ, read_BJMN
-
-
-def key_gradients(q, k, v, do, lambda_, cumulative, dtree, dG_BTJ, plan: TreePlan, scale: float):
-    """dk and dv; and in place of `dG_BTJ` the gradient of the log decay, but for what passes whole
-    chunks."""
-    (B, T, H, K), (J, V) = k.shape, v.shape[2:]
-    dk_BTJK, dv_BTJV = k.new_empty(B, T, J, K), torch.empty_like(v)
-    key_kernel[(plan.chunks, B * J)](
-        q,
-        k,
-        v,
-        do,
-        lambda_,
-        plan.chunk_N4,
-        cumulative,
-        dtree,
-        dk_BTJK,
-        dv_BTJV,
-        dG_BTJ,
-        scale,
-        T,
-        plan.slots,
-        L=lambda_.shape[-1],
-        **shape_of(k, J, V),
-        num_warps=PLAN.key_warps,
-    )
-    return to_key_heads(dk_BTJK, H), dv_BTJV
+    dq_BTHK, dk_BTHK = to_key_heads(dq_BTJK, H), to_key_heads(dk_BTJK, H)
+    return dq_BTHK, dk_BTHK, dv_BTJV, dlambda_BTJL, dlog_decay_BTJ, read_BJMN
 
 
 def passing(read_BJMN: Tensor, merged_BJS: Tensor, plan: TreePlan) -> Tensor:
