@@ -66,10 +66,10 @@ def reverse_scan_kernel(
         target = 0
         for m in range(M):
             target += ((1 << m) < carry).to(tl.int32)
-        pointers = tile(dnode_at, (bj * (M + 1) + target) * K, V, key_K, value_V)
-        dmerged_KV = tl.where(goes_on, tl.load(pointers), 0.0)
-        pointers = tile(dwrite_BJNKV + column, chunk * K, V, key_K, value_V)
-        tl.store(pointers, dmerged_KV.to(dwrite_BJNKV.dtype.element_ty))
+        merged = tile(dnode_at, (bj * (M + 1) + target) * K, V, key_K, value_V)
+        dmerged_KV = tl.where(goes_on, tl.load(merged), 0.0)
+        written = tile(dwrite_BJNKV + column, chunk * K, V, key_K, value_V)
+        tl.store(written, dmerged_KV.to(dwrite_BJNKV.dtype.element_ty))
         for m in range(M):
             size = 1 << m
             if (number & size) != 0:

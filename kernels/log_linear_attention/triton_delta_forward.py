@@ -131,8 +131,8 @@ def scan_kernel(
         merged_KV = tl.dot(tl.trans(Y_CK), v_CV.to(PRODUCT))
         if HAS_FIRST:  # noqa: SIM102 (a constant and a value)
             if n == 0:
-                pointers = tile(first_write_BJKV + column, bj * K, V, key_K, value_V)
-                merged_KV += tl.load(pointers).to(tl.float32)
+                first_write = tile(first_write_BJKV + column, bj * K, V, key_K, value_V)
+                merged_KV += tl.load(first_write).to(tl.float32)
         live = tl.load(live_N + n)
         carry = (number + 1) & -(number + 1)
         target = 0
