@@ -6,10 +6,15 @@ from torch import Tensor
 
 from mixtron.kernels.gated_linear_attention.chunk import gated_linear_attention_chunk
 from mixtron.kernels.gated_linear_attention.reference import gated_linear_attention_reference
+from mixtron.kernels.gated_linear_attention.triton_channel_op import gated_linear_attention_triton
 from mixtron.kernels.recurrence import check_documents, check_gate, check_inputs
 
-Backend = Literal["chunk", "reference"]
-BACKENDS = {"chunk": gated_linear_attention_chunk, "reference": gated_linear_attention_reference}
+Backend = Literal["chunk", "triton", "reference"]
+BACKENDS = {
+    "chunk": gated_linear_attention_chunk,
+    "triton": gated_linear_attention_triton,
+    "reference": gated_linear_attention_reference,
+}
 
 
 def gated_linear_attention(
@@ -39,6 +44,8 @@ def gated_linear_attention(
                             cu_seqlens[n] .. cu_seqlens[n+1]. From 0 to T, not decreasing; empty
                             documents are skipped, so it may be padded by repeating T. None: each
                             of the B rows is one document.
+        backend             "chunk" in torch on any device; "triton" for bf16 on a GPU with K and V
+                            of 64 or 128; "reference" token by token.
     Documents: the state is empty at the start of every document but the first, which starts from
     `initial_state_BJKV` (the state of the rank before, when it continues a document from there).
     Returns:

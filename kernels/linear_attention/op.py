@@ -3,6 +3,8 @@
 W is V + 1: the values and a constant 1, whose weighted sum is the normaliser.
 """
 
+from typing import Literal, get_args
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,10 @@ from mixtron.kernels.gated_linear_attention import (
     gated_linear_step,
 )
 from mixtron.kernels.linear_attention.reference import features
+from mixtron.kernels.linear_attention.triton_op import weighted_sums
+from mixtron.kernels.recurrence import check_documents, check_gate, check_inputs
+
+Backend = Literal["chunk", "triton"]
 
 FLOOR = 1e-20
 """Of the normaliser: keeps 0/0 out where every feature of a query or of the keys underflows."""
@@ -25,6 +31,7 @@ def linear_attention(
     *,
     initial_state_BHKW: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    backend: Backend = "chunk",
 ) -> tuple[Tensor, Tensor]:
     """Causal linear attention (arXiv 2006.16236, eq. 9), chunkwise parallel.
 
@@ -37,12 +44,29 @@ def linear_attention(
         initial_state_BHKW  [B, H, K, V + 1]  [S | z] that the first document begins with; fp32 or
                             fp64; None is zero.
         cu_seqlens          [N+1] int32 or int64, with B = 1; padded by repeating T.
+        backend             "chunk" in torch on any device; "triton" for bf16 on a GPU with K and V
+                            of 64 or 128.
     Returns:
         o [B, T, H, V] in v's dtype and [S | z] after the last token, fp32 (fp64 for fp64 inputs).
-        Features, states and the division are fp32.
+        Features, states and the division are fp32; in the triton form features are bf16.
     Raises:
         ValueError: an argument that does not fit.
     """
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend is {backend!r}, expected one of {', '.join(get_args(Backend))}")
+    if backend == "triton":
+        check_inputs(q_BTHK, k_BTHK, v_BTHV)
+        if initial_state_BHKW is not None:
+            B, _, H, K = q_BTHK.shape
+            shape = (B, H, K, v_BTHV.shape[-1] + 1)
+            check_gate("initial_state_BHKW", initial_state_BHKW, [shape], q_BTHK)
+        if cu_seqlens is not None:
+            check_documents(cu_seqlens, q_BTHK)
+        phi_q_BTHK, phi_k_BTHK = (_Features.apply(x, x.dtype) for x in (q_BTHK, k_BTHK))
+        o_BTHW, state_BHKW = weighted_sums(
+            phi_q_BTHK, phi_k_BTHK, v_BTHV, initial_state_BHKW, cu_seqlens
+        )
+        return _normalised(o_BTHW).to(v_BTHV.dtype), state_BHKW
     phi_q_BTHK, *writes = _features_of(q_BTHK, k_BTHK, v_BTHV)
     o_BTHW, state_BHKW = gated_linear_attention(
         phi_q_BTHK,
@@ -85,11 +109,12 @@ def _features_of(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor) -> tuple[Tensor
 
 
 class _Features(torch.autograd.Function):
-    """phi, differentiated from its own value: phi'(x) = min(phi(x), 1). Keeps nothing else."""
+    """phi in dtype, differentiated from its own value: phi'(x) = min(phi(x), 1). Keeps nothing
+    else."""
 
     @staticmethod
     def forward(ctx, x, dtype):
-        phi = features(x.to(dtype))
+        phi = features(x.to(torch.promote_types(x.dtype, torch.float32))).to(dtype)
         ctx.save_for_backward(phi)
         ctx.dtype = x.dtype
         return phi

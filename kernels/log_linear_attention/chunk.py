@@ -241,6 +241,33 @@ def _segment(
     return o.to(v_BTJV.dtype), torch.stack(after, dim=1)
 
 
+def first_chunk_states(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    log_decay_BTJ: Tensor,
+    beta_BTJ: Tensor | None,
+    lambda_BTJL: Tensor,
+    states_BSJKV: Tensor,
+    position: int,
+    chunk_length: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Of the nodes before `position` that lie in its own chunk: what that chunk's tokens, which
+    these are, read of them [B, T, J, V], and their sum after it [B, J, K, V]."""
+    dtype, J = torch.promote_types(q_BTHK.dtype, torch.float32), log_decay_BTJ.shape[2]
+    chunks = chunk_tokens([q_BTHK.shape[1]], position, chunk_length)
+    inputs = (q_BTHK, k_BTHK, log_decay_BTJ.unsqueeze(-1), lambda_BTJL)
+    q, k, log_decay, lambda_ = (_chunked(x, chunks, J, dtype) for x in inputs)
+    beta = None if beta_BTJ is None else _chunked(beta_BTJ.unsqueeze(-1), chunks, J, dtype)
+    _, read, _, transition = _chunk_maps(scale * q, k, log_decay, beta)
+    assert read is not None
+    o_BJCV, carried_BJKV = _read_small_nodes(
+        read[:, :, 0], lambda_[:, :, 0], states_BSJKV.to(dtype), position, chunk_length
+    )
+    o_BTJV = o_BJCV.transpose(1, 2).index_select(1, _on(q.device, chunks.slot_of_token))
+    return o_BTJV, _apply(beta_BTJ)(transition[:, :, 0], carried_BJKV)
+
+
 def _read_small_nodes(
     read_BJCK: Tensor, lambda_BJCL: Tensor, states_BSJKV: Tensor, position: int, chunk_length: int
 ) -> tuple[Tensor, Tensor]:

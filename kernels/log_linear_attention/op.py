@@ -11,11 +11,13 @@ from mixtron.kernels.log_linear_attention.reference import (
     log_linear_attention_recurrent,
     log_linear_attention_reference,
 )
+from mixtron.kernels.log_linear_attention.triton_op import log_linear_attention_triton
 from mixtron.kernels.recurrence import check_gate, check_inputs
 
-Backend = Literal["chunk", "recurrent", "reference"]
+Backend = Literal["chunk", "triton", "recurrent", "reference"]
 BACKENDS = {
     "chunk": log_linear_attention_chunk,
+    "triton": log_linear_attention_triton,
     "recurrent": log_linear_attention_recurrent,
     "reference": log_linear_attention_reference,
 }
@@ -59,6 +61,8 @@ def log_linear_attention(
                             `initial_position`; states of bits that it does not have are ignored.
                             None is zero.
         initial_position    how many tokens of the first document lie before token 0.
+        backend             "chunk" in torch on any device; "triton" for bf16 on a GPU with K and V
+                            of 64 or 128; "recurrent" token by token; "reference".
     Returns:
         o_BTJV [B, T, J, V] in v's dtype. The states after the last token are
         `log_linear_segment_map`'s.

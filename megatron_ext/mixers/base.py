@@ -100,6 +100,27 @@ class MixerConfig(BaseModel):
         form chosen in the config cannot run on."""
 
 
+TRITON_DIMS = (64, 128)
+
+
+def require_triton_dims(kernel: str, key_dim: int, value_dim: int) -> None:
+    """Refuses head widths that kernel=triton of the state mixers is not written for."""
+    if kernel == "triton" and not {key_dim, value_dim} <= set(TRITON_DIMS):
+        raise ValueError(
+            f"kernel=triton takes key_dim and value_dim of 64 or 128, not {key_dim} and "
+            f"{value_dim}; or use kernel=chunk"
+        )
+
+
+def require_triton_device(name: str, kernel: str, device_type: str, precision: str) -> None:
+    """Refuses kernel=triton anywhere but on a GPU in bf16."""
+    if kernel == "triton" and (device_type != "cuda" or precision != "bf16"):
+        raise ConfigError(
+            f"mixers.{name}.kernel=triton runs on a GPU in bf16, not on {device_type} in "
+            f"{precision}; set mixers.{name}.kernel=chunk"
+        )
+
+
 def require_divisible(name: str, field: str, value: int, tensor: int) -> None:
     """Refuses a head count that tensor parallelism cannot split evenly."""
     if value % tensor:

@@ -1,13 +1,19 @@
 """Options of gated linear attention."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from mixtron.megatron_ext.mixers.base import MixerConfig, require_divisible
+from mixtron.megatron_ext.mixers.base import (
+    MixerConfig,
+    require_divisible,
+    require_triton_device,
+    require_triton_dims,
+)
 
 Positive = Annotated[int, Field(gt=0)]
 CHUNK = 16
+TRITON_CHUNK = 64
 SEGMENT_CHUNKS = 2048
 """Of kernels/gated_linear_attention/chunk.py, which this file cannot import: it needs torch."""
 
@@ -21,8 +27,16 @@ class Config(MixerConfig):
     """Width between the two factors that give each key channel its decay."""
     decay_temperature: Annotated[float, Field(gt=0)] = 16.0
     """tau: the decay is sigmoid(.)^(1/tau), so that it starts near 1."""
+    kernel: Literal["chunk", "triton"] = "chunk"
+    """The op's form in training: torch's on any device, or Triton's, for bf16 on a GPU. The maps
+    that context ranks exchange, and decoding, are torch's."""
 
     context_parallel: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _triton(self) -> Self:
+        require_triton_dims(self.kernel, self.key_dim, self.value_dim)
+        return self
 
     def widths(self) -> tuple[int, int]:
         """Of all heads' keys and of all heads' values."""
@@ -63,6 +77,11 @@ class Config(MixerConfig):
         elements = sum(self.components().values()) + 4 * value
         # Logsigmoid's input, the log decay, and the norm's statistics.
         fp32 = 2 * key + self.heads
+        if self.kernel == "triton":
+            # q, k and v row by row; each chunk's scores, and the state before it. The log decay is
+            # kept as its running sum.
+            state = self.key_dim * self.value_dim / TRITON_CHUNK
+            elements += 2 * key + value + self.heads * (TRITON_CHUNK + state)
         # The decay's inner factor in fp32, which every rank holds whole.
         return (elements * bytes_per_element + 4 * fp32) / tensor + 4 * self.decay_rank
 
@@ -78,6 +97,13 @@ class Config(MixerConfig):
         # The gradients of the later segments' q, k, v and log decay are there by then.
         later = 1 - min(1, SEGMENT_CHUNKS / chunks)
         gradients = later * tokens / tensor * ((2 * key + value) * bytes_per_element + 4 * key)
+        if self.kernel == "triton":
+            # The gradients of q, log decay and scores; of each chunk's state, and before it what
+            # adds up to that, in fp32, or the gradients of k and v.
+            state = K * V / TRITON_CHUNK
+            numbers = (K + TRITON_CHUNK + state) * bytes_per_element + 4 * K
+            numbers += max(4 * state, (K + V) * bytes_per_element)
+            segment, gradients = tokens * self.heads / tensor * numbers, 0
         # What followed the op is gone, in its stead there are gradients of output and gate.
         gone = 2 * tokens / tensor * value * bytes_per_element
         return segment + gradients - gone
@@ -93,3 +119,6 @@ class Config(MixerConfig):
         super().check(name, hidden_size, tensor, context)
         require_divisible(name, "heads", self.heads, tensor)
         require_divisible(name, "decay_rank", self.decay_rank, tensor)
+
+    def check_device(self, name: str, device_type: str, precision: str) -> None:
+        require_triton_device(name, self.kernel, device_type, precision)

@@ -79,7 +79,11 @@ class Mixer(ShardedModule):
                 self.cp_group,
             )
         o_BTHV, state_BHKV = gated_linear_attention(
-            q_BTHK, *writes, initial_state_BJKV=state_BHKV, cu_seqlens=cu_seqlens
+            q_BTHK,
+            *writes,
+            initial_state_BJKV=state_BHKV,
+            cu_seqlens=cu_seqlens,
+            backend=self.mixer.kernel,
         )
         if batch.cache is not None:
             batch.cache.layers[self.layer_number] = {"state": state_BHKV}

@@ -1,12 +1,19 @@
 """Options of linear attention."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from mixtron.megatron_ext.mixers.base import MixerConfig, require_divisible
+from mixtron.megatron_ext.mixers.base import (
+    MixerConfig,
+    require_divisible,
+    require_triton_device,
+    require_triton_dims,
+)
 
 Positive = Annotated[int, Field(gt=0)]
+ONES_DIM = 16
+"""Of kernels/linear_attention/triton_op.py, as those below."""
 CHUNK = 64
 SEGMENT_CHUNKS = 2048
 """Of kernels/gated_linear_attention/chunk.py, which this file cannot import: it needs torch."""
@@ -17,8 +24,16 @@ class Config(MixerConfig):
     heads: Positive
     key_dim: Positive
     value_dim: Positive
+    kernel: Literal["chunk", "triton"] = "chunk"
+    """The op's form in training: torch's on any device, or Triton's, for bf16 on a GPU. The maps
+    that context ranks exchange, and decoding, are torch's."""
 
     context_parallel: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _triton(self) -> Self:
+        require_triton_dims(self.kernel, self.key_dim, self.value_dim)
+        return self
 
     def widths(self) -> tuple[int, int]:
         """Of all heads' keys and of all heads' values."""
@@ -47,6 +62,13 @@ class Config(MixerConfig):
         self, hidden_size: int, tensor: int, bytes_per_element: int
     ) -> float:
         key, value = self.widths()
+        if self.kernel == "triton":
+            # The features, values, output, the normaliser's ones, and the states before each chunk;
+            # in fp32 the sums that the output is divided from, the divisor, the log decays.
+            ones = self.heads * ONES_DIM
+            states = (self.value_dim + ONES_DIM) * key / CHUNK
+            elements, fp32 = 2 * key + 2 * value + ones + states, value + 4 * self.heads
+            return (elements * bytes_per_element + 4 * fp32) / tensor
         # In fp32: the features, values and output with the normaliser's column, the normaliser as
         # divided by, the log decay.
         fp32 = 2 * key + 2 * (value + self.heads) + 2 * self.heads
@@ -56,6 +78,13 @@ class Config(MixerConfig):
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
     ) -> float:
         K, W, key, value = self.key_dim, self.value_dim + 1, *self.widths()
+        if self.kernel == "triton":
+            # The gradients of the sums, in fp32, twice; of each chunk's state, and before it what
+            # adds up to that, in fp32; or those of the features and values.
+            state = K * self.value_dim / CHUNK
+            inputs = bytes_per_element * (2 * K + self.value_dim)
+            head = 2 * 4 * W + bytes_per_element * state + max(4 * state, inputs)
+            return tokens * self.heads / tensor * head
         # Backward recomputes a segment of chunks in fp32: its inputs, scores, states and the
         # gradients of each.
         chunks = tokens / CHUNK * self.heads / tensor
@@ -75,3 +104,6 @@ class Config(MixerConfig):
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
         super().check(name, hidden_size, tensor, context)
         require_divisible(name, "heads", self.heads, tensor)
+
+    def check_device(self, name: str, device_type: str, precision: str) -> None:
+        require_triton_device(name, self.kernel, device_type, precision)

@@ -57,7 +57,12 @@ class Mixer(ShardedModule):
                 self.cp_group,
             )
         o_BTHV, state_BHKW = linear_attention(
-            q_BTHK, k_BTHK, v_BTHV, initial_state_BHKW=state_BHKW, cu_seqlens=cu_seqlens
+            q_BTHK,
+            k_BTHK,
+            v_BTHV,
+            initial_state_BHKW=state_BHKW,
+            cu_seqlens=cu_seqlens,
+            backend=self.mixer.kernel,
         )
         if batch.cache is not None:
             batch.cache.layers[self.layer_number] = {"state": state_BHKW}

@@ -4,7 +4,12 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from mixtron.megatron_ext.mixers.base import MixerConfig, require_divisible
+from mixtron.megatron_ext.mixers.base import (
+    MixerConfig,
+    require_divisible,
+    require_triton_device,
+    require_triton_dims,
+)
 
 Positive = Annotated[int, Field(gt=0)]
 CHUNK = 64
@@ -35,6 +40,9 @@ class Config(MixerConfig):
     """Between the network's two layers."""
     levels: Positive | None = None
     """Of the tree; null takes 1 + ceil(log2(data.sequence_length))."""
+    kernel: Literal["chunk", "triton"] = "chunk"
+    """The op's form in training: torch's on any device, or Triton's, for bf16 on a GPU. The
+    maps that context ranks exchange, and decoding, are torch's."""
 
     context_parallel: ClassVar[bool] = True
 
@@ -49,6 +57,7 @@ class Config(MixerConfig):
                 f"mlp_activation={self.mlp_activation} needs lambda=mlp_softplus or mlp_softmax, "
                 f"found lambda={self.level_weights}"
             )
+        require_triton_dims(self.kernel, self.key_dim, self.value_dim)
         return self
 
     def for_sequence_length(self, name: str, sequence_length: int) -> Self:
@@ -146,7 +155,36 @@ class Config(MixerConfig):
         fp32 += of_levels[self.level_weights] * J * L
         if self.mlp_activation == "gelu":
             fp32 += 2 * J * L
+        if self.kernel == "triton":
+            elements += self._triton_elements(key)
+            # The decay in a chunk.
+            fp32 += J
         return (elements * bytes_per_element + 4 * fp32) / tensor
+
+    def _triton_elements(self, key: int) -> float:
+        """Kept a token by the Triton form beyond its inputs."""
+        K, V, J = self.key_dim, self.value_dim, self.value_heads
+        larger = max(0, self.L - CHUNK.bit_length())
+        if self.base == "gated_linear":
+            # q and k row by row; and a node a chunk.
+            return 2 * key + J * K * V / CHUNK
+        # v row by row; the chunks' maps; and the nodes that a chunk reads, of half the bits.
+        return J * (V + 2 * CHUNK + 2 * K + K * K / CHUNK + larger / 2 * K * V / CHUNK)
+
+    def _triton_working(self, bytes_per_element: int) -> float:
+        """Bytes a token and value head that the Triton form's backward needs in passing."""
+        K, V, state = self.key_dim, self.value_dim, self.key_dim * self.value_dim / CHUNK
+        larger = max(0, self.L - CHUNK.bit_length())
+        inputs = (2 * K + V) * bytes_per_element + 4 * (self.L + 2)
+        if self.base == "gated_linear":
+            # The nodes' gradients, in fp32, and what they are made of: parts of at most 16 chunks;
+            # or, later, the gradients of the inputs.
+            return 4 * state + max((1 + max(0, larger - 4) / 32) * 4 * state, inputs)
+        # The gradients of the nodes that a chunk reads and of what it writes; or, later, of the
+        # maps and the inputs.
+        maps = (CHUNK + 2 * K) * bytes_per_element + inputs
+        transition = (state + K * K / CHUNK) * bytes_per_element
+        return transition + max(larger / 2 * state * bytes_per_element, maps)
 
     def working_bytes(
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
@@ -166,6 +204,9 @@ class Config(MixerConfig):
         later = 1 - min(1, SEGMENT_CHUNKS / chunks)
         inputs = (2 * key + value) * bytes_per_element + 4 * J * (L + 2)
         gradients = later * tokens / tensor * inputs
+        if self.kernel == "triton":
+            segment = tokens * J / tensor * self._triton_working(bytes_per_element)
+            gradients = 0
         # What followed the op is gone, in its stead there are gradients of output and gate.
         gone = 2 * tokens / tensor * value * bytes_per_element
         # The convolution's: gradients of its output, of its input, and one shifted, in fp32; what
@@ -187,3 +228,6 @@ class Config(MixerConfig):
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
         super().check(name, hidden_size, tensor, context)
         require_divisible(name, "heads", self.heads, tensor)
+
+    def check_device(self, name: str, device_type: str, precision: str) -> None:
+        require_triton_device(name, self.kernel, device_type, precision)

@@ -103,6 +103,7 @@ class Mixer(ShardedModule):
             scale=self._scale,
             initial_states_BSJKV=states_BSJKV,
             **documents,
+            backend=self.mixer.kernel,
         )
         if batch.cache is not None:
             _, states_BSJKV = log_linear_segment_map(*writes, levels=self.mixer.L)

@@ -4,7 +4,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from mixtron.megatron_ext.mixers.base import MixerConfig, require_divisible
+from mixtron.megatron_ext.mixers.base import (
+    MixerConfig,
+    require_divisible,
+    require_triton_device,
+    require_triton_dims,
+)
 
 Positive = Annotated[int, Field(gt=0)]
 CHUNK = 64
@@ -24,6 +29,9 @@ class Config(MixerConfig):
     """Width of a head of x."""
     conv_width: Positive = 4
     """Taps of the causal convolutions on x, B and C."""
+    kernel: Literal["chunk", "triton"] = "chunk"
+    """The op's form in training: torch's on any device, or Triton's, for bf16 on a GPU. The maps
+    that context ranks exchange, and decoding, are torch's."""
 
     context_parallel: ClassVar[bool] = True
 
@@ -33,6 +41,7 @@ class Config(MixerConfig):
             raise ValueError(
                 f"value_heads={self.value_heads} is not a multiple of heads={self.heads}"
             )
+        require_triton_dims(self.kernel, self.key_dim, self.value_dim)
         return self
 
     def convolved(self) -> dict[str, int]:
@@ -82,6 +91,11 @@ class Config(MixerConfig):
         elements += 6 * value
         # Softplus' input and output and the log decay, and the norm's statistics.
         fp32 = 3 * self.value_heads + self.heads
+        if self.kernel == "triton":
+            # q and k row by row; the state before each chunk, and the decay across it.
+            elements += 2 * self.heads * self.key_dim
+            elements += self.value_heads * self.key_dim * self.value_dim / CHUNK
+            fp32 += self.value_heads / CHUNK
         return (elements * bytes_per_element + 4 * fp32) / tensor
 
     def working_bytes(
@@ -97,6 +111,12 @@ class Config(MixerConfig):
         # The gradients of the later segments' q, k and v are there by then.
         later = 1 - min(1, SEGMENT_CHUNKS / chunks)
         gradients = later * tokens / tensor * (2 * key + value) * bytes_per_element
+        if self.kernel == "triton":
+            # Of each chunk's state the gradient, and before it what adds up to that, in fp32; or
+            # the gradients of q, k and v, of each value head.
+            state = K * V / CHUNK
+            numbers = bytes_per_element * state + max(4 * state, bytes_per_element * (2 * K + V))
+            segment, gradients = tokens * self.value_heads / tensor * numbers, 0
         # What followed the op is gone, in its stead there are gradients of output, skip and gate.
         gone = 2 * tokens / tensor * value * bytes_per_element
         # The convolution's: gradients of its output, of its input, and one shifted, in fp32; what
@@ -115,3 +135,6 @@ class Config(MixerConfig):
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
         super().check(name, hidden_size, tensor, context)
         require_divisible(name, "heads", self.heads, tensor)
+
+    def check_device(self, name: str, device_type: str, precision: str) -> None:
+        require_triton_device(name, self.kernel, device_type, precision)

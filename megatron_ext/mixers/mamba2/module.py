@@ -79,7 +79,12 @@ class Mixer(ShardedModule):
                 self.cp_group,
             )
         y_BTJV, state_BJKV = gated_linear_attention(
-            q_BTHK, *writes, scale=1.0, initial_state_BJKV=state_BJKV, cu_seqlens=cu_seqlens
+            q_BTHK,
+            *writes,
+            scale=1.0,
+            initial_state_BJKV=state_BJKV,
+            cu_seqlens=cu_seqlens,
+            backend=self.mixer.kernel,
         )
         if batch.cache is not None:
             tail = self.convolution.tail(raw_TBE)

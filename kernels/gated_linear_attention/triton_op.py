@@ -1,0 +1,218 @@
+"""Gated linear attention with one decay a head on a GPU: launches the kernels and gives them to
+autograd."""
+
+# Launches take keywords that the kernels' signatures do not have.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from mixtron.kernels.gated_linear_attention.triton_backward import gradient_kernel
+from mixtron.kernels.gated_linear_attention.triton_forward import (
+    output_kernel,
+    scan_kernel,
+    write_kernel,
+)
+from mixtron.kernels.recurrence import document_starts
+from mixtron.kernels.triton_tools import INTERPRETED, product_dtype
+
+CHUNK_LENGTH = 64
+HEAD_DIMS = (64, 128)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the kernels are cut and launched; no search at run time, which would let ranks differ."""
+
+    write_block_v: int = 64
+    write_warps: int = 4
+    scan_block: int = 1024
+    scan_warps: int = 4
+    scan_stages: int = 4
+    output_warps: int = 4
+    gradient_warps: int = 8
+
+
+PLAN = Plan()
+
+
+def run_triton(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTJV: Tensor,
+    log_decay_BTJ: Tensor,
+    initial_state_BJKV: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    fp32_output: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The op, unchecked; V may be 16 too, and o be left in fp32."""
+    return _GatedLinear.apply(  # type: ignore[return-value]
+        q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, initial_state_BJKV, cu_seqlens, scale, fp32_output
+    )
+
+
+def check_triton(q_BTHK: Tensor, v_BTJV: Tensor) -> None:
+    """Raises ValueError for what the kernels are not written for."""
+    K, V = q_BTHK.shape[-1], v_BTJV.shape[-1]
+    if INTERPRETED:
+        return
+    if q_BTHK.device.type != "cuda" or q_BTHK.dtype != torch.bfloat16:
+        raise ValueError(
+            f"q_BTHK is {q_BTHK.dtype} on {q_BTHK.device}: the triton form takes bf16 on a GPU"
+        )
+    if K not in HEAD_DIMS or V not in HEAD_DIMS:
+        raise ValueError(f"K={K}, V={V}: the triton form takes 64 or 128 for each")
+
+
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, log_decay, initial, cu_seqlens, scale, fp32_output):
+        q, k, v, log_decay = (x.contiguous() for x in (q, k, v, log_decay))
+        document_T = document_numbers(cu_seqlens, q.shape[1])
+        write, across = chunk_products(k, v, log_decay, document_T, None)
+        states, final = scan(write, across, initial, q.dtype, reverse=False)
+        o = output(q, k, v, log_decay, document_T, states, scale, fp32_output)
+        ctx.save_for_backward(q, k, v, log_decay, document_T, across, states)
+        ctx.scale = scale
+        ctx.has_initial = initial is not None
+        return o, final
+
+    @staticmethod
+    def backward(ctx, do, dfinal):  # type: ignore[override]
+        q, k, v, log_decay, document_T, across, states = ctx.saved_tensors
+        do = do.contiguous()
+        read, _ = chunk_products(q, do, log_decay, document_T, ctx.scale)
+        dstates, dinitial = scan(read, across, dfinal, q.dtype, reverse=True)
+        del read
+        dq, dk, dv, dlog_decay = gradient(
+            q, k, v, do, log_decay, document_T, states, dstates, ctx.scale
+        )
+        return dq, dk, dv, dlog_decay, dinitial if ctx.has_initial else None, None, None, None
+
+
+def document_numbers(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
+    """[T] int32: rises where a document starts."""
+    if cu_seqlens is None:
+        return None
+    return document_starts(cu_seqlens, tokens).cumsum(0, dtype=torch.int32)
+
+
+def shape_of(x_BTHK: Tensor, J: int, V: int) -> dict:
+    """What the kernels are compiled for."""
+    H, K = x_BTHK.shape[2:]
+    product = product_dtype(x_BTHK.dtype)
+    return {"H": H, "J": J, "K": K, "V": V, "C": CHUNK_LENGTH, "PRODUCT": product}
+
+
+def chunk_products(x, y, log_decay, document_T, read_scale: float | None):
+    """Each chunk's x^T (weight y) [B, J, N, K, V] fp32; without `read_scale`, for keys and values,
+    also the decay across it [B, J, N] fp32."""
+    (B, T, _, K), (J, V) = x.shape, y.shape[2:]
+    N = triton.cdiv(T, CHUNK_LENGTH)
+    write_BJNKV = y.new_empty(B, J, N, K, V, dtype=torch.float32)
+    across_BJN = None
+    if read_scale is None:
+        across_BJN = y.new_empty(B, J, N, dtype=torch.float32)
+    block_v = min(PLAN.write_block_v, V)
+    write_kernel[(N, B * J, V // block_v)](
+        x,
+        y,
+        log_decay,
+        document_T,
+        write_BJNKV,
+        across_BJN,
+        read_scale or 1.0,
+        T,
+        BLOCK_V=block_v,
+        READS=read_scale is not None,
+        HAS_DOCUMENTS=document_T is not None,
+        **shape_of(x, J, V),
+        num_warps=PLAN.write_warps,
+    )
+    return write_BJNKV, across_BJN
+
+
+def scan(write_BJNKV, across, edge_BJKV, dtype: torch.dtype, *, reverse: bool):
+    """The states before the chunks, in dtype, and after the last, fp32; backwards, their gradients
+    after the chunks, and before the first."""
+    B, J, N, K, V = write_BJNKV.shape
+    states_BJNKV = write_BJNKV.new_empty(B, J, N, K, V, dtype=dtype)
+    end_BJKV = write_BJNKV.new_empty(B, J, K, V)
+    block = min(PLAN.scan_block, K * V)
+    scan_kernel[(K * V // block, B * J)](
+        write_BJNKV,
+        across,
+        None if edge_BJKV is None else edge_BJKV.contiguous(),
+        states_BJNKV,
+        end_BJKV,
+        N,
+        H=across.shape[1],
+        J=J,
+        K=K,
+        V=V,
+        PER_CHANNEL=across.dim() == 4,
+        BLOCK=block,
+        HAS_EDGE=edge_BJKV is not None,
+        REVERSE=reverse,
+        STAGES=PLAN.scan_stages,
+        num_warps=PLAN.scan_warps,
+    )
+    return states_BJNKV, end_BJKV
+
+
+def output(q, k, v, log_decay, document_T, states, scale: float, fp32_output: bool):
+    (B, T), (J, V) = q.shape[:2], v.shape[2:]
+    o_BTJV = torch.empty_like(v, dtype=torch.float32 if fp32_output else v.dtype)
+    output_kernel[(triton.cdiv(T, CHUNK_LENGTH), B * J)](
+        q,
+        k,
+        v,
+        log_decay,
+        document_T,
+        states,
+        o_BTJV,
+        scale,
+        T,
+        HAS_DOCUMENTS=document_T is not None,
+        **shape_of(q, J, V),
+        num_warps=PLAN.output_warps,
+    )
+    return o_BTJV
+
+
+def gradient(q, k, v, do, log_decay, document_T, states, dstates, scale: float):
+    """The gradients of q, k, v and the log decay."""
+    (B, T, H, K), (J, V) = q.shape, v.shape[2:]
+    dq_BTJK, dk_BTJK = q.new_empty(B, T, J, K), k.new_empty(B, T, J, K)
+    dv_BTJV, dlog_decay_BTJ = torch.empty_like(v), torch.empty_like(log_decay)
+    gradient_kernel[(triton.cdiv(T, CHUNK_LENGTH), B * J)](
+        q,
+        k,
+        v,
+        do,
+        log_decay,
+        document_T,
+        states,
+        dstates,
+        dq_BTJK,
+        dk_BTJK,
+        dv_BTJV,
+        dlog_decay_BTJ,
+        scale,
+        T,
+        HAS_DOCUMENTS=document_T is not None,
+        **shape_of(q, J, V),
+        num_warps=PLAN.gradient_warps,
+    )
+    return to_key_heads(dq_BTJK, H), to_key_heads(dk_BTJK, H), dv_BTJV, dlog_decay_BTJ
+
+
+def to_key_heads(x_BTJK: Tensor, H: int) -> Tensor:
+    """The sum over the value heads that share a query/key head."""
+    if x_BTJK.shape[2] == H:
+        return x_BTJK
+    return x_BTJK.unflatten(2, (H, -1)).sum(3)
