@@ -4,6 +4,7 @@ Interface of `optimizer.py` (`wrap_model`, `build_optimizer`, `clip_and_step`) a
 `optimizer_state.py`, so that loop, checkpoints and tools do not know which engine runs.
 """
 
+import itertools
 import logging
 import math
 import os
@@ -16,6 +17,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
 from mixtron.megatron_ext.config import DeepSpeedConfig, OptimizerConfig
+from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.optimizer import clip_and_step, discard_gradients
 from mixtron.megatron_ext.optimizer_state import (
     Fragment,
@@ -89,6 +91,7 @@ class ZeroOptimizer:
         self._zero, self._stage = engine.optimizer, stage
         self._discard = False
         self._refuse_bad_norms()
+        self._stage_gradients_in_fp32()
 
     @property
     def weights_whole(self) -> bool:
@@ -151,6 +154,10 @@ class ZeroOptimizer:
         setattr(zero, name, lambda: refusal if self._discard else measure())
         zero.check_grad_overflow = True
         zero.check_overflow = lambda partition_gradients=True: None
+
+    def _stage_gradients_in_fp32(self) -> None:
+        """Stage 2 would round them to the model's dtype, those of fp32 parameters too."""
+        self._zero._gradient_reduction_buffer_dtype = lambda: torch.float32
 
 
 @clip_and_step.register
@@ -220,6 +227,7 @@ def build_deepspeed(
         micro_batches: a rank's in a step.
         overlap: gradient reduction with backward.
     """
+    _refuse_mixed_offload(chunks, zero)
     deepspeed = _import_deepspeed(ranks.device)
     overlap = overlap and ranks.device.type == "cuda"
     [chunk] = chunks
@@ -245,16 +253,49 @@ def build_deepspeed(
     return [ZeroModel(chunk, held)], held
 
 
+class _OneDtypeEach:
+    """Tensors moved into one flat buffer a dtype, which are addressed as one."""
+
+    def __init__(self, tensors: list[Tensor]):
+        self._buffers = []
+        for _, same in itertools.groupby(tensors, lambda tensor: tensor.dtype):
+            parts = list(same)
+            buffer = torch.cat([part.detach().reshape(-1) for part in parts])
+            self._buffers.append(buffer)
+            for part, view in zip(parts, buffer.split([p.numel() for p in parts]), strict=True):
+                part.data = view.view(part.shape)
+
+    def narrow(self, dim: int, start: int, length: int) -> Tensor:
+        for buffer in self._buffers:
+            if start < buffer.numel():
+                return buffer.narrow(dim, start, length)
+            start -= buffer.numel()
+        raise IndexError(f"{start} elements beyond the end")
+
+
 def _import_deepspeed(device: torch.device) -> Any:
     """Its import takes seconds, so that runs of the other engine do without."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", "0")  # a world of one was started by nobody
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     import deepspeed
+    import deepspeed.runtime.zero.stage3
 
+    # Stage 3 wants parameters of one dtype, for no other reason than this function.
+    deepspeed.runtime.zero.stage3.defragment = _OneDtypeEach
     # It would compile this one at its first use on CPUs, where gloo does the same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def _refuse_mixed_offload(chunks: list, zero: DeepSpeedConfig) -> None:
+    """DeepSpeed's buffer in host memory has the dtype of the first parameters for all of them."""
+    by_dtype = {p.dtype: name for chunk in chunks for name, p in chunk.named_parameters()}
+    if zero.offload == "optimizer+weights" and len(by_dtype) > 1:
+        raise ConfigError(
+            f"deepspeed.offload=optimizer+weights would round {by_dtype[torch.float32]} and other "
+            "fp32 parameters to bf16; use offload=optimizer, or training.precision=fp32"
+        )
 
 
 def _parameter_groups(chunk: Any, weight_decay: float) -> list[dict]:
