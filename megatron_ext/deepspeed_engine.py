@@ -112,6 +112,9 @@ class ZeroOptimizer:
         self._zero.clip_grad, self._discard = clip_grad_norm, discard
         self.engine.step()
         applied = not self._zero.overflow
+        if not applied and self._stage < 3:
+            # With an offloaded optimizer DeepSpeed would add the next gradients to these.
+            self._zero.averaged_gradients.clear()
         return float(self._zero._global_grad_norm) if applied else math.nan, applied
 
     def reload_model_params(self) -> None:
