@@ -361,7 +361,9 @@ def load_weights(
     on_first(ranks, lambda: verify_checkpoint(path, hashes=False))
     wanted = everywhere(ranks, lambda: model_shards(wrapped, ranks))
     left_out = check_fit(path, wanted, wrapped, ranks, with_optimizer=False, allowed=allowed)
-    read_shards(path, leave_out(wanted, left_out), wrapped, ranks)
+    if left_out:
+        wanted = leave_out(wanted, left_out)
+    read_shards(path, wanted, wrapped, ranks)
     return left_out
 
 

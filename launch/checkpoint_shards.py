@@ -154,7 +154,7 @@ def read_shards(path: Path, wanted: dict, wrapped: list, ranks: Ranks) -> dict:
     def read() -> dict:
         loaded = dist_checkpointing.load(wanted, str(path), validate_access_integrity=False)
         for i, chunk in enumerate(wrapped):
-            weights = loaded.pop(f"model{i}")
+            weights = loaded.pop(f"model{i}")  # type: ignore
             if _partitioned([chunk]):
                 chunk.gather_persistent()
             else:
@@ -223,11 +223,7 @@ def leave_out(wanted: dict, names: Sequence[str]) -> dict:
         chunk: {
             name: shard
             for name, shard in shards.items()
-            if not any(
-                tensor.key in names
-                for part in nested_values({name: shard})
-                for tensor in stored_tensors(part)
-            )
+            if not any(tensor.key in names for tensor in stored_tensors(shard))
         }
         for chunk, shards in wanted.items()
     }

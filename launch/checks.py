@@ -120,6 +120,11 @@ def check_engine(config: RunConfig) -> None:
                 f"engine=deepspeed cannot run parallel.{key}={value}: {reason}; set it to 1, or "
                 "engine=megatron"
             )
+    if config.zero is not None and config.zero.zero_stage == 3 and config.checkpoint.init_allow:
+        raise ConfigError(
+            "checkpoint.init_allow needs whole parameters, which deepspeed.zero_stage=3 has not; "
+            "start with stage 1 or 2, the first resume may change it"
+        )
 
 
 def check_device(config: RunConfig, device_type: str) -> None:

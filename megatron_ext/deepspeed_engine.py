@@ -69,7 +69,7 @@ class ZeroModel(torch.nn.Module):
 
         The gradient is that of the mean loss a token over all ranks, as Megatron's engine has it.
         """
-        counts = sum(micro.mask_BT.sum() for micro in micro_batches).double()
+        counts = torch.stack([micro.mask_BT.sum() for micro in micro_batches]).sum()
         dist.all_reduce(counts, group=ranks.groups.dp)
         # ZeRO takes the mean over data ranks.
         scale = ranks.data_size / max(float(counts), 1.0)
@@ -140,8 +140,9 @@ class ZeroOptimizer:
         """Stage 3: this rank's part of the weights, by name and number."""
         by_name = {}
         for parameter, start, _, _, count in _owned_partitions(self._zero):
-            part = Fragment(parameter, start, {"": parameter.ds_tensor[:count]})
-            by_name[parameter.ds_id] = dict(enumerate(rectangles([part], self.places)))
+            held: Any = parameter
+            part = Fragment(parameter, start, {"": held.ds_tensor[:count]})
+            by_name[held.ds_id] = dict(enumerate(rectangles([part], self.places)))
         return by_name
 
     def _refuse_bad_norms(self) -> None:
@@ -228,7 +229,9 @@ def build_deepspeed(
     Args:
         chunks: one; there is no pipeline here.
         micro_batches: a rank's in a step.
-        overlap: gradient reduction with backward.
+        overlap: gradient reduction with backward, on a GPU.
+    Raises:
+        ConfigError: weights of two dtypes are to be offloaded.
     """
     _refuse_mixed_offload(chunks, zero)
     deepspeed = _import_deepspeed(ranks.device)
@@ -246,9 +249,7 @@ def build_deepspeed(
     engine = deepspeed.initialize(
         model=chunk,
         optimizer=adam,
-        config=_library_config(
-            zero, optimizer, micro_batches, overlap and ranks.device.type == "cuda"
-        ),
+        config=_library_config(zero, optimizer, micro_batches, overlap),
         mpu=_ModelParallelUnit(ranks),
         dist_init_required=False,
     )[0]
@@ -257,16 +258,13 @@ def build_deepspeed(
 
 
 class _OneDtypeEach:
-    """Tensors moved into one flat buffer a dtype, which are addressed as one."""
+    """What `defragment` makes of tensors, one flat buffer a dtype, addressed as one."""
 
     def __init__(self, tensors: list[Tensor]):
-        self._buffers = []
-        for _, same in itertools.groupby(tensors, lambda tensor: tensor.dtype):
-            parts = list(same)
-            buffer = torch.cat([part.detach().reshape(-1) for part in parts])
-            self._buffers.append(buffer)
-            for part, view in zip(parts, buffer.split([p.numel() for p in parts]), strict=True):
-                part.data = view.view(part.shape)
+        from deepspeed.runtime.zero.utils import defragment
+
+        by_dtype = itertools.groupby(tensors, lambda tensor: tensor.dtype)
+        self._buffers = [defragment(list(same)) for _, same in by_dtype]
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor:
         for buffer in self._buffers:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -10,6 +11,7 @@ from mixtron.launch import loop
 from mixtron.launch.config import load_config
 from mixtron.launch.data import open_data
 from mixtron.launch.setup_run import prepare
+from mixtron.megatron_ext.deepspeed_engine import ZeroOptimizer
 from tests.helpers.jobs import small_config, write_config
 from tests.helpers.ranks import run_on_ranks
 from tests.launch.short_runs import Outcome, trained
@@ -71,7 +73,7 @@ def with_bad_steps(config_path: str, overrides: list[str]) -> BadSteps:
     same_numbers_on_all_ranks()
     config = load_config(config_path, overrides)
     run = prepare(config, *open_data(config)[1:])
-    plain = loop.run_micro_batches
+    plain, optimizer = loop.run_micro_batches, cast(ZeroOptimizer, run.optimizer)
 
     def infinite(gradient: torch.Tensor) -> torch.Tensor:
         bad = run.progress.step + 1 == 2 and run.ranks.world_rank == run.ranks.world_size - 1
@@ -86,9 +88,9 @@ def with_bad_steps(config_path: str, overrides: list[str]) -> BadSteps:
     result = BadSteps()
     try:
         for _ in range(5):
-            before = torch.cat([master.detach().clone() for master in run.optimizer.masters()])
+            before = torch.cat([master.detach().clone() for master in optimizer.masters()])
             values = loop.train_step(run)
-            after = torch.cat([master.detach() for master in run.optimizer.masters()])
+            after = torch.cat([master.detach() for master in optimizer.masters()])
             assert after.isfinite().all()
             result.unchanged.append(torch.equal(before, after))
     finally:
@@ -103,5 +105,6 @@ def same_numbers_on_all_ranks() -> None:
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+    (counter,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__  # type: ignore
+    counter[0] = 0
     Init.param_id = 0

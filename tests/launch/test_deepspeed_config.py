@@ -50,6 +50,13 @@ def test_parallelism_that_is_refused(key):
         check(config(f"parallel.{key}=2"), 2)
 
 
+def test_parts_of_parameters_cannot_be_left_out():
+    start = ["checkpoint.init_from=x", "checkpoint.init_allow=['output_layer.*']"]
+    check(config(*start, "deepspeed.zero_stage=2"), 1)
+    with pytest.raises(ConfigError, match=r"checkpoint.init_allow needs .* deepspeed.zero_stage=3"):
+        check(config(*start, "deepspeed.zero_stage=3"), 1)
+
+
 def test_every_option_is_one_of_deepspeeds():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
