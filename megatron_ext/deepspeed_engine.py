@@ -57,9 +57,10 @@ class ZeroModel(torch.nn.Module):
 
     def gather_persistent(self) -> None:
         """Stage 3, after new weights were put into the parts: small parameters stay whole."""
-        persistent = self._held.engine.optimizer.persistent_parameters
-        if persistent:
-            persistent[0].all_gather(persistent)
+        zero = self._held.engine.optimizer
+        zero._partition_all_parameters()  # those that are whole now would not be gathered
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def zero_grad_buffer(self) -> None:
         """Nothing: ZeRO's step clears its gradients."""
