@@ -324,7 +324,7 @@ def load_checkpoint(
     """
     manifest = on_first(ranks, lambda: read_manifest(path))
     wanted = everywhere(ranks, lambda: model_shards(wrapped, ranks))
-    check_fit(path, wanted, ranks, with_optimizer=True)
+    check_fit(path, wanted, wrapped, ranks, with_optimizer=True)
     moments = everywhere(ranks, lambda: optimizer_shards(optimizer, wanted))
     wanted["optimizer"] = dict(enumerate(moments))
     same_layout = manifest["layout"] == _layout(wrapped, ranks)
@@ -360,8 +360,10 @@ def load_weights(
     """
     on_first(ranks, lambda: verify_checkpoint(path, hashes=False))
     wanted = everywhere(ranks, lambda: model_shards(wrapped, ranks))
-    left_out = check_fit(path, wanted, ranks, with_optimizer=False, allowed=allowed)
-    read_shards(path, leave_out(wanted, left_out), wrapped, ranks)
+    left_out = check_fit(path, wanted, wrapped, ranks, with_optimizer=False, allowed=allowed)
+    if left_out:
+        wanted = leave_out(wanted, left_out)
+    read_shards(path, wanted, wrapped, ranks)
     return left_out
 
 

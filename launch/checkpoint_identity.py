@@ -16,7 +16,7 @@ from mixtron.launch.data import AnyTraining, TrainingData, compare_records
 from mixtron.megatron_ext.errors import ConfigError
 
 FREE = (
-    *("name", "run_dir", "parallel", "checkpoint", "logging", "slurm"),
+    *("name", "run_dir", "parallel", "checkpoint", "logging", "slurm", "engine", "deepspeed"),
     "training.recompute",
     "training.deterministic",
     "training.micro_batch_sequences",

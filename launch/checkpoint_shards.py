@@ -6,6 +6,7 @@ All functions are called by all ranks.
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -37,31 +38,35 @@ from mixtron.launch.agreement import everywhere, on_first
 from mixtron.launch.checkpoint_files import CheckpointError, sync_and_hash
 from mixtron.launch.checkpoint_writer import Piece
 from mixtron.launch.random_states import random_states
+from mixtron.megatron_ext.deepspeed_engine import ZeroModel
 from mixtron.megatron_ext.optimizer_state import (
     PREFIX,
     STATES,
     optimizer_shards,
     stored_tensors,
+    weight_shards,
 )
 from mixtron.megatron_ext.parallel import Ranks
 
 
 def model_shards(wrapped: list, ranks: Ranks) -> dict:
     """Where each parameter of this rank's chunks lies in the whole model."""
-    metadata = {"non_homogeneous_layers": True, "dp_cp_group": ranks.groups.dp_cp}
-    shards = {}
-    for i, chunk in enumerate(map(_bare, wrapped)):
-        everything = chunk.sharded_state_dict(metadata=metadata)
-        # Megatron's linear layers add an object each, always empty.
-        tensors = {k: v for k, v in everything.items() if not isinstance(v, ShardedObject)}
-        if absent := {name for name, _ in chunk.named_parameters()} - tensors.keys():
-            raise ValueError(f"sharded_state_dict lacks parameters {', '.join(sorted(absent))}")
-        shards[f"model{i}"] = tensors
-    return shards
+    return {f"model{i}": _shards_of(chunk, ranks) for i, chunk in enumerate(wrapped)}
 
 
-def _bare(chunk: DistributedDataParallel | GPTModel) -> GPTModel:
-    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk  # type: ignore
+def _shards_of(chunk: Any, ranks: Ranks) -> dict:
+    if isinstance(chunk, ZeroModel):
+        return chunk.shards(ranks)
+    return weight_shards(_bare(chunk), ranks)
+
+
+def _bare(chunk: DistributedDataParallel | ZeroModel | GPTModel) -> GPTModel:
+    return chunk.module if isinstance(chunk, DistributedDataParallel | ZeroModel) else chunk  # type: ignore
+
+
+def _partitioned(wrapped: list) -> bool:
+    """Whether each data rank holds a part of the weights, rather than all of them."""
+    return any(isinstance(chunk, ZeroModel) and not chunk.whole for chunk in wrapped)
 
 
 def random_states_shard(ranks: Ranks, states: dict | None) -> ShardedObject:
@@ -78,23 +83,29 @@ def shards_to_save(
 ) -> dict:
     """Everything that this rank holds, each replicated tensor marked as one rank's to write."""
     for chunk in wrapped:
-        if chunk.ddp_config.overlap_param_gather:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             # Other ranks' updates would arrive only in the next forward.
             chunk.start_param_sync(force_sync=True)
     model = everywhere(ranks, lambda: model_shards(wrapped, ranks))
     moments = everywhere(ranks, lambda: optimizer_shards(optimizer, model))
-    apply_factories(model)
-    everyones = gather_on_first([shard.without_data() for shard in nested_values(model)], ranks)
-    on_first(ranks, lambda: validate_sharding_integrity(everyones))  # type: ignore[arg-type]
-    group = ranks.groups.dp_cp
-    distribution = determine_main_replica_uniform_distribution(model, group)
-    distribute_main_replicas_with_precomputed_distribution(model, group, distribution)
+    if not _partitioned(wrapped):
+        _share_out_replicas(model, ranks)
     return {
         **model,
         "optimizer": dict(enumerate(moments)),
         "random_states": random_states_shard(ranks, random_states()),
         "common_state": common_state_shard(ranks),
     }
+
+
+def _share_out_replicas(model: dict, ranks: Ranks) -> None:
+    """Data ranks hold the same weights: each becomes the writer of some."""
+    apply_factories(model)
+    everyones = gather_on_first([shard.without_data() for shard in nested_values(model)], ranks)
+    on_first(ranks, lambda: validate_sharding_integrity(everyones))  # type: ignore[arg-type]
+    group = ranks.groups.dp_cp
+    distribution = determine_main_replica_uniform_distribution(model, group)
+    distribute_main_replicas_with_precomputed_distribution(model, group, distribution)
 
 
 def bytes_to_write(shards: dict) -> int:
@@ -143,15 +154,25 @@ def read_shards(path: Path, wanted: dict, wrapped: list, ranks: Ranks) -> dict:
     def read() -> dict:
         loaded = dist_checkpointing.load(wanted, str(path), validate_access_integrity=False)
         for i, chunk in enumerate(wrapped):
-            # Names were compared before; Megatron's empty objects are not in it.
-            _bare(chunk).load_state_dict(loaded.pop(f"model{i}"), strict=False)  # type: ignore
+            weights = loaded.pop(f"model{i}")  # type: ignore
+            if _partitioned([chunk]):
+                chunk.gather_persistent()
+            else:
+                # Names were compared before; Megatron's empty objects are not in it.
+                _bare(chunk).load_state_dict(weights, strict=False)  # type: ignore
         return loaded  # type: ignore[return-value]
 
     return everywhere(ranks, read)
 
 
 def check_fit(
-    path: Path, wanted: dict, ranks: Ranks, *, with_optimizer: bool, allowed: Sequence[str] = ()
+    path: Path,
+    wanted: dict,
+    wrapped: list,
+    ranks: Ranks,
+    *,
+    with_optimizer: bool,
+    allowed: Sequence[str] = (),
 ) -> list[str]:
     """Holds names and shapes of the whole model against those in the checkpoint.
 
@@ -163,7 +184,7 @@ def check_fit(
         CheckpointError: names what is missing, unexpected or of another shape.
     """
     own = {}
-    if ranks.groups.dp_cp.rank() == 0:
+    if _partitioned(wrapped) or ranks.groups.dp_cp.rank() == 0:
         own = {
             tensor.key: tuple(tensor.global_shape)
             for shard in nested_values(wanted)

@@ -66,6 +66,7 @@ def check_shape(config: RunConfig) -> None:
             f"data.sequence_length={length}; nearest that work: "
             f"{_nearest_multiples(training.global_batch_tokens, length)}"
         )
+    check_engine(config)
     stages = parallel.pipeline * parallel.virtual_pipeline
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError(
@@ -100,6 +101,30 @@ def check_shape(config: RunConfig) -> None:
     for name in dict.fromkeys(model.layer_mixers):
         config.mixers[name].check(name, model.hidden_size, parallel.tensor, parallel.context)
     check_device(config, "cuda")
+
+
+def check_engine(config: RunConfig) -> None:
+    """What DeepSpeed is not given here."""
+    if config.engine != "deepspeed":
+        return
+    reasons = {
+        "pipeline": "DeepSpeed's pipeline wants a model of its own kind and no tensor parallelism "
+        "of Megatron's",
+        "context": "ZeRO sums gradients over data ranks alone, so that each context rank would "
+        "train on its own share of the tokens",
+    }
+    for key, reason in reasons.items():
+        value = getattr(config.parallel, key)
+        if value > 1:
+            raise ConfigError(
+                f"engine=deepspeed cannot run parallel.{key}={value}: {reason}; set it to 1, or "
+                "engine=megatron"
+            )
+    if config.zero is not None and config.zero.zero_stage == 3 and config.checkpoint.init_allow:
+        raise ConfigError(
+            "checkpoint.init_allow needs whole parameters, which deepspeed.zero_stage=3 has not; "
+            "start with stage 1 or 2, the first resume may change it"
+        )
 
 
 def check_device(config: RunConfig, device_type: str) -> None:

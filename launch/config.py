@@ -15,6 +15,7 @@ from mixtron.launch.slurm.config import SlurmConfig
 from mixtron.launch.synthetic.task import Task, tasks
 from mixtron.megatron_ext.config import (
     Count,
+    DeepSpeedConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -216,6 +217,10 @@ class RunConfig(Section):
     model: ModelConfig
     mixers: Annotated[dict[str, AnyMixer], Field(min_length=1)]
     parallel: ParallelConfig = ParallelConfig()
+    engine: Literal["megatron", "deepspeed"] = "megatron"
+    """What holds gradients and optimizer: Megatron-core's distributed optimizer, or ZeRO."""
+    deepspeed: DeepSpeedConfig | None = None
+    """Options of engine=deepspeed; null takes their defaults."""
     data: AnyData
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
@@ -236,10 +241,21 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _engine(self):
+        if self.deepspeed is not None and self.engine != "deepspeed":
+            raise ValueError(f"deepspeed: is for engine=deepspeed, and engine={self.engine}")
+        return self
+
+    @model_validator(mode="after")
     def _mixers_of_this_length(self):
         for name, mixer in self.mixers.items():
             self.mixers[name] = mixer.for_sequence_length(name, self.data.sequence_length)
         return self
+
+    @property
+    def zero(self) -> DeepSpeedConfig | None:
+        """DeepSpeed's options where it is the engine."""
+        return None if self.engine == "megatron" else self.deepspeed or DeepSpeedConfig()
 
     @property
     def global_batch_sequences(self) -> int:

@@ -22,7 +22,7 @@ from mixtron.launch.saver import Saver
 from mixtron.launch.schedule import learning_rate
 from mixtron.launch.signals import StopFlag
 from mixtron.launch.stragglers import compare_ranks
-from mixtron.megatron_ext.optimizer import clip_and_step, set_learning_rate
+from mixtron.megatron_ext.optimizer import clip_and_step, discard_gradients, set_learning_rate
 from mixtron.megatron_ext.parallel import Ranks
 from mixtron.megatron_ext.scalars import Scalars
 
@@ -158,6 +158,8 @@ def train_step(run: Run) -> dict[str, float]:
     grad_norm, applied = math.nan, False
     if math.isfinite(loss):
         grad_norm, applied = clip_and_step(run.optimizer, config.optimizer.clip_grad_norm)
+    else:
+        discard_gradients(run.optimizer)
 
     progress.step = step
     progress.samples += len(plan)

@@ -7,6 +7,8 @@ allocator holds without using it come on top.
 from mixtron.launch.config import RunConfig
 from mixtron.launch.estimate import NORM_PARAMETERS
 
+ZERO_MAX_LIVE = 1_000_000_000
+"""DeepSpeed's default for `stage3_max_live_parameters`."""
 MASK_BYTES = 1
 """Of a dropout mask, an element."""
 
@@ -24,17 +26,62 @@ def stage_memory(config: RunConfig, world_size: int, stage: int) -> dict[str, fl
     # The optimizer's state is spread over all ranks that hold the same parameters.
     owned = held / (world_size // (parallel.tensor * parallel.pipeline))
     activations = _activations(config, world_size, stage)
-    # Adam's square root of the second moments, when all activations are gone.
-    optimizer_step = 4 * owned - activations
+    # Adam's square root of the second moments, when all activations are gone; ZeRO's is fused.
+    optimizer_step = 4 * owned - activations if config.zero is None else 0
+    return {
+        **(zero_states if config.zero else _model_states)(config, held, owned),
+        "activations": activations,
+        "temporary": max(_loss(config, stage), _layer_backward(config, stage), optimizer_step)
+        + _gathered_sequence(config),
+    }
+
+
+def _model_states(config: RunConfig, held: float, owned: float) -> dict[str, float]:
     return {
         "weights": held * element_bytes(config),
         "gradients": held * 4,  # one contiguous fp32 buffer
         # fp32 weights are their own main copy.
         "optimizer": owned * (8 if config.training.precision == "fp32" else 12),
-        "activations": activations,
-        "temporary": max(_loss(config, stage), _layer_backward(config, stage), optimizer_step)
-        + _gathered_sequence(config),
     }
+
+
+def zero_states(config: RunConfig, held: float, owned: float) -> dict[str, float]:
+    """The same under ZeRO, at most: stage 3 need not hold `max_live` parameters at once."""
+    zero = config.zero
+    assert zero is not None
+    element, stage, offloaded = element_bytes(config), zero.zero_stage, zero.offload != "none"
+    max_live = zero.zero_optimization.stage3_max_live_parameters or ZERO_MAX_LIVE
+    weights = held if stage < 3 else min(held, max_live)
+    if stage == 3 and zero.offload != "optimizer+weights":
+        weights += owned
+    gradients = held if stage == 1 else owned
+    # Stages 1 and 2 hold fp32 weights a second time.
+    optimizer = owned * (8 if config.training.precision == "fp32" and stage == 3 else 12)
+    buffers = 2 if config.parallel.overlap else 1
+    if offloaded and stage < 3:
+        buffers *= 2  # the last step's are held until the host has copied out of them
+    return {
+        "weights": weights * element,
+        "gradients": 0.0 if offloaded and stage == 3 else gradients * 4,
+        "optimizer": 0.0 if offloaded else optimizer,
+        "gradient buckets": buffers * 4.0 * zero.zero_optimization.reduce_bucket_size,
+    }
+
+
+def host_memory(config: RunConfig, world_size: int) -> dict[str, float]:
+    """Bytes by part that ZeRO holds in host memory for a rank; empty where nothing is offloaded."""
+    zero = config.zero
+    if zero is None or zero.offload == "none":
+        return {}
+    owned = stage_parameters(config, 0) / (world_size // config.parallel.tensor)
+    parts = {
+        "optimizer": 12 * owned,
+        # Stage 3 collects them in one buffer and steps from another.
+        "gradients": (8 if zero.zero_stage == 3 else 4) * owned,
+    }
+    if zero.zero_stage < 3 or zero.offload == "optimizer+weights":
+        parts["weights"] = element_bytes(config) * owned
+    return parts
 
 
 def element_bytes(config: RunConfig) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from mixtron.launch.config import RunConfig
 from mixtron.launch.data import AnySample
 from mixtron.megatron_ext.batch import Batch, make_batch
+from mixtron.megatron_ext.deepspeed_engine import ZeroModel
 from mixtron.megatron_ext.model import forward
 from mixtron.megatron_ext.parallel import Ranks
 from mixtron.megatron_ext.scalars import Scalars
@@ -85,16 +86,19 @@ def run_micro_batches(
         return output, partial(_masked_sum, micro.mask_BT)
 
     iterators = [iter(micro_batches) for _ in wrapped]
-    results = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(wrapped) > 1 else iterators[0],
-        model=wrapped,
-        num_microbatches=len(micro_batches),
-        seq_length=tokens,
-        micro_batch_size=1,
-        decoder_seq_length=tokens,
-        forward_only=not train,
-    )
+    if train and isinstance(wrapped[0], ZeroModel):
+        results = wrapped[0].run_micro_batches(forward_step, micro_batches, ranks)
+    else:
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(wrapped) > 1 else iterators[0],
+            model=wrapped,
+            num_microbatches=len(micro_batches),
+            seq_length=tokens,
+            micro_batch_size=1,
+            decoder_seq_length=tokens,
+            forward_only=not train,
+        )
     totals = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     for result in results:  # empty but on the last pipeline stage
         totals += result

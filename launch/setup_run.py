@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -25,9 +26,11 @@ from mixtron.launch.config import DataConfig, RunConfig, dump_config
 from mixtron.launch.data import AnyTraining, AnyValidation
 from mixtron.launch.lifetime import lock_run_folder
 from mixtron.launch.loop import Progress, Run
+from mixtron.launch.memory import micro_batches
 from mixtron.launch.preflight import check_ranks
 from mixtron.launch.saver import Saver
 from mixtron.launch.signals import StopFlag
+from mixtron.megatron_ext.deepspeed_engine import build_deepspeed
 from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.model import build_model
 from mixtron.megatron_ext.optimizer import build_optimizer, wrap_model
@@ -62,21 +65,19 @@ def prepare(
     on_first(ranks, lambda: refuse_full_disk(config))
     console = Console(soft_wrap=True, highlight=False)
     say = (lambda text: console.print(text, markup=False)) if ranks.is_first else lambda text: None
-    bf16 = training.precision == "bf16"
     chunks = build_model(
         config.model,
         config.mixers,
         parallel,
         ranks,
         seed=training.seed,
-        bf16=bf16,
+        bf16=training.precision == "bf16",
         recompute=training.recompute == "full",
         max_tokens=training.micro_batch_sequences * config.data.sequence_length,
     )
     if training.debug:
         compare_permutations(chunks, ranks)
-    wrapped = wrap_model(chunks, parallel, ranks)
-    optimizer = build_optimizer(wrapped, config.optimizer, ranks, bf16=bf16)
+    wrapped, optimizer = build_engine(chunks, config, ranks)
     saver = Saver(Path(config.run_dir) / "checkpoints", config.checkpoint, ranks, say)
     run = Run(config, ranks, wrapped, optimizer, data, validation, Progress(), stop, saver, say)
     say(describe(config, ranks))
@@ -85,6 +86,22 @@ def prepare(
     saver.reserve(wrapped, optimizer)
     stop.stop_if_agreed(device, f"before step {run.progress.step + 1}")
     return run
+
+
+def build_engine(chunks: list, config: RunConfig, ranks: Ranks) -> tuple[list, Any]:
+    """What holds gradients and weights, and what updates them."""
+    if config.zero is not None:
+        return build_deepspeed(
+            chunks,
+            config.optimizer,
+            config.zero,
+            ranks,
+            micro_batches=micro_batches(config, ranks.world_size),
+            overlap=config.parallel.overlap,
+        )
+    wrapped = wrap_model(chunks, config.parallel, ranks)
+    bf16 = config.training.precision == "bf16"
+    return wrapped, build_optimizer(wrapped, config.optimizer, ranks, bf16=bf16)
 
 
 def claim_run_folder(config: RunConfig) -> None:

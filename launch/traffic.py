@@ -103,8 +103,19 @@ def _tied_embeddings(config: RunConfig, stage: int) -> float:
 
 
 def _data(config: RunConfig, world_size: int, stage: int) -> float:
-    """Once a step: reduce-scatter of fp32 gradients and all-gather of updated weights, over all
-    ranks that hold the same parameters (data x context)."""
+    """Gradients and updated weights over all ranks that hold the same parameters (data x context).
+
+    Once a step: a reduce-scatter of fp32 gradients and an all-gather of weights.
+    """
     replicas = world_size // (config.parallel.tensor * config.parallel.pipeline)
-    held = stage_parameters(config, stage)
-    return held * (4 + element_bytes(config)) * ring(replicas)
+    held, element = stage_parameters(config, stage), element_bytes(config)
+    if config.zero is None:
+        return held * (4 + element) * ring(replicas)
+    count = micro_batches(config, world_size)
+    if config.zero.zero_stage == 3:
+        # Weights are gathered forward and backward, gradients scattered after each micro-batch.
+        forwards = 2 if config.training.recompute == "full" else 1
+        return count * held * (4 + (1 + forwards) * element) * ring(replicas)
+    # ZeRO all-reduces gradients: at stage 2 those of each micro-batch.
+    reductions = count if config.zero.zero_stage == 2 else 1
+    return held * (reductions * 8 + element) * ring(replicas)

@@ -13,6 +13,7 @@ from mixtron.launch.data import AnyTraining, AnyValidation, TrainingData, open_d
 from mixtron.launch.estimate import forward_flops_per_token, parameters
 from mixtron.launch.memory import (
     element_bytes,
+    host_memory,
     layers_of_stage,
     memory_per_rank,
     micro_batches,
@@ -42,6 +43,8 @@ def print_report(config_path: Path, overrides: list[str], ranks: int | None) -> 
     _show(console, "Decode state of a sequence", _decode_state(config))
     memory = memory_per_rank(config, world_size)
     _show(console, "GPU memory a rank, at the peak of a step", _bytes_rows(memory))
+    if host := host_memory(config, world_size):
+        _show(console, "Host memory a rank, for what is offloaded", _bytes_rows(host))
     traffic = bytes_sent_per_step(config, world_size)
     _show(console, "Sent by a rank a step", _bytes_rows(traffic))
     _show(console, "Data", _data(config, *open_data(config)))
@@ -80,6 +83,8 @@ def _layout(config: RunConfig, world_size: int) -> Rows:
             f"{training.steps:,} steps, {training.steps * training.global_batch_tokens:,} tokens",
         ),
     ]
+    if (zero := config.zero) is not None:
+        rows.append(("engine", f"DeepSpeed, ZeRO stage {zero.zero_stage}, offload {zero.offload}"))
     for stage in range(parallel.pipeline):
         mixers = layers_of_stage(config, stage)
         counts = ", ".join(f"{mixers.count(name)} {name}" for name in dict.fromkeys(mixers))

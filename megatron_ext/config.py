@@ -1,8 +1,8 @@
 """Sections of a run's configuration that the model and the optimizer are built from."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -69,3 +69,84 @@ class OptimizerConfig(Section):
     """Applied to matrices; norms, biases, decays and gates are never decayed."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """0 switches clipping off."""
+
+
+DEEPSPEED_OWNED = {
+    "train_batch_size": "training.global_batch_tokens",
+    "train_micro_batch_size_per_gpu": "training.micro_batch_sequences",
+    "gradient_accumulation_steps": "training.global_batch_tokens",
+    "gradient_clipping": "optimizer.clip_grad_norm",
+    "optimizer": "optimizer",
+    "scheduler": "schedule",
+    "bf16": "training.precision",
+    "fp16": "training.precision",
+    "data_types": "training.precision",
+    "communication_data_type": "training.precision",
+    "activation_checkpointing": "training.recompute",
+    "tensor_parallel": "parallel.tensor",
+    "checkpoint": "checkpoint",
+    "tensorboard": "logging.tensorboard",
+    "zero_optimization.stage": "deepspeed.zero_stage",
+    "zero_optimization.offload_optimizer": "deepspeed.offload",
+    "zero_optimization.offload_param": "deepspeed.offload",
+    "zero_optimization.overlap_comm": "parallel.overlap",
+}
+"""Keys of DeepSpeed's own config file that another key here decides."""
+
+
+class ZeroOptimizationConfig(Section):
+    """DeepSpeed's `zero_optimization`, as far as it changes speed and memory alone.
+
+    null leaves DeepSpeed's default.
+    """
+
+    reduce_bucket_size: Positive = 100_000_000
+    """Elements of gradients that are reduced at a time, in fp32 buffers of this size: one, two with
+    parallel.overlap. DeepSpeed's own default is five times as much."""
+    allgather_bucket_size: Positive | None = None
+    """Elements of weights that are gathered at a time after a step (stages 1 and 2)."""
+    contiguous_gradients: bool | None = None
+    reduce_scatter: bool | None = None
+    round_robin_gradients: bool | None = None
+    sub_group_size: Positive | None = None
+    """Elements that the optimizer works on at a time (stage 3)."""
+    stage3_prefetch_bucket_size: Count | None = None
+    stage3_param_persistence_threshold: Count | None = None
+    """Parameters with fewer elements stay whole on every rank."""
+    stage3_model_persistence_threshold: Count | None = None
+    stage3_max_live_parameters: Count | None = None
+    stage3_max_reuse_distance: Count | None = None
+
+
+class DeepSpeedConfig(Section):
+    """What `engine: deepspeed` takes beside the keys that both engines share."""
+
+    zero_stage: Literal[1, 2, 3] = 1
+    """Spread over data ranks: 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    offload: Literal["none", "optimizer", "optimizer+weights"] = "none"
+    """What lives in host memory: fp32 weights and moments, which are then updated by the CPU; with
+    stage 3 also the weights while they are not in use."""
+    pin_memory: bool = True
+    """Of what is offloaded: faster copies, and memory that the system cannot use otherwise."""
+    zero_optimization: ZeroOptimizationConfig = ZeroOptimizationConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _owned_elsewhere(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        inner = data.get("zero_optimization")
+        names = [f"zero_optimization.{n}" for n in inner] if isinstance(inner, dict) else []
+        for name in [*data, *names]:
+            if name in DEEPSPEED_OWNED:
+                raise ValueError(f"{name}: set {DEEPSPEED_OWNED[name]} instead, for both engines")
+        return data
+
+    @model_validator(mode="after")
+    def _offload_of_weights(self):
+        if self.offload == "optimizer+weights" and self.zero_stage < 3:
+            raise ValueError(
+                f"offload=optimizer+weights needs zero_stage=3, which is {self.zero_stage}: "
+                "with less every rank keeps all weights; use offload=optimizer"
+            )
+        return self

@@ -1,5 +1,9 @@
-"""Gradient buffers and AdamW on Megatron's distributed optimizer."""
+"""Gradient buffers and AdamW on Megatron's distributed optimizer.
 
+`deepspeed_engine.py` has the same on ZeRO; functions of an optimizer choose by its class.
+"""
+
+import functools
 import math
 from typing import Any
 
@@ -79,6 +83,7 @@ def build_optimizer(
     return get_megatron_optimizer(config, wrapped, use_gloo_process_groups=True)
 
 
+@functools.singledispatch
 def clip_and_step(optimizer: MegatronOptimizer, clip_grad_norm: float) -> tuple[float, bool]:
     """Clips to the global norm and applies AdamW, unless the norm is not finite.
 
@@ -96,6 +101,11 @@ def clip_and_step(optimizer: MegatronOptimizer, clip_grad_norm: float) -> tuple[
                 clip_grad_by_total_norm_fp32(parameters, clip_grad_norm, norm)
     optimizer.step_with_ready_grads()
     return norm, True
+
+
+@functools.singledispatch
+def discard_gradients(optimizer: MegatronOptimizer) -> None:
+    """After a backward that no step follows: nothing, the buffers are zeroed before the next."""
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

@@ -97,7 +97,7 @@ def trained(config_path: str, overrides: list[str], stop_at: int | None) -> Outc
     digest = hashlib.sha256()
     for chunk in run.wrapped:
         for parameter in chunk.parameters():
-            digest.update(parameter.detach().numpy().tobytes())
+            digest.update(parameter.detach().float().numpy().tobytes())
     outcome.weights = digest.hexdigest()
     return outcome
 
