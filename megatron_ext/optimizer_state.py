@@ -64,8 +64,8 @@ def optimizer_step(optimizer: MegatronOptimizer) -> int:
 def set_optimizer_step(optimizer: MegatronOptimizer, step: int) -> None:
     """Each parameter gets a counter of its own: a shared one would be counted up once for each."""
     for part in _parts(optimizer):
-        for state in part.optimizer.state.values():
-            state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        for parameter, state in part.optimizer.state.items():
+            state["step"] = torch.tensor(float(step), device=parameter.device)
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
@@ -99,7 +99,7 @@ def _allocate(part: DistributedOptimizer) -> None:
         for parameter in group["params"]:
             state = part.optimizer.state[parameter]
             if not state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                state["step"] = torch.tensor(0.0, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter.detach())
                 state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
 
