@@ -58,11 +58,11 @@ class Config(MixerConfig):
         self, hidden_size: int, tensor: int, bytes_per_element: int
     ) -> float:
         key, value = self.widths()
-        # The projection's output, of which q, k, v and the gate are views; the op's output, the
-        # norm's, SiLU(gate), and their product.
-        elements = sum(self.components().values()) + 4 * value
-        # Logsigmoid's input, the log decay, and the norm's statistics.
-        fp32 = 2 * key + self.heads
+        # The projection's output, of which q, k, v and the gate are views; the op's output and the
+        # norm's.
+        elements = sum(self.components().values()) + 2 * value
+        # Logsigmoid's input and the log decay.
+        fp32 = 2 * key
         # The decay's inner factor in fp32, which every rank holds whole.
         return (elements * bytes_per_element + 4 * fp32) / tensor + 4 * self.decay_rank
 
