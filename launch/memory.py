@@ -89,6 +89,8 @@ def _activations(config: RunConfig, world_size: int, stage: int) -> float:
     per_token *= _passes_in_flight(config, world_size, stage)
     if stage == config.parallel.pipeline - 1:
         per_token += _norm_bytes(config)  # the final norm's
+    if stage == 0 and config.model.dropout > 0:
+        per_token += _residual_bytes(config) / element_bytes(config) * MASK_BYTES
     return per_token * micro_batch_tokens(config)
 
 

@@ -88,7 +88,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _plus_product(sum_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> Tensor:
-    """sum + a b, with the product in the sum's dtype where the device's library gives it so."""
-    if a_VC.dtype != sum_VD.dtype and a_VC.is_cuda:
+    """sum + a b, in the sum's dtype; the product too where the device's library gives it so."""
+    if a_VC.dtype == sum_VD.dtype:
+        return torch.addmm(sum_VD, a_VC, b_CD)
+    if a_VC.is_cuda:
         return torch.addmm(sum_VD, a_VC, b_CD, out_dtype=sum_VD.dtype)
     return sum_VD + (a_VC @ b_CD).to(sum_VD.dtype)
