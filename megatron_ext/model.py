@@ -132,7 +132,7 @@ def build_model(
         )
         if chunk.post_process:
             # Megatron makes the layer itself; ours has the same parameters and a loss of its own.
-            chunk.output_layer.__class__ = OutputLayer
+            chunk.output_layer.__class__ = OutputLayer  # type: ignore[assignment]
         _declare_library_parameters(chunk, model)
         if model.norm == "none":
             _scale_instead_of_norms(chunk, model)

@@ -110,7 +110,8 @@ def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
     gradients = [gradient for part in parts for gradient in part.get_grads_for_grad_norm()]
     squares = torch.zeros((), device=torch.cuda.current_device())
     if gradients:
-        squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
+        norms = torch._foreach_norm(gradients)  # type: ignore[attr-defined]
+        squares = torch.stack(norms).square().sum()
     dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())  # type: ignore
     return squares.sqrt()
 

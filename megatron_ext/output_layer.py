@@ -1,5 +1,7 @@
 """The output layer: logits, or the loss of labels without holding logits."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import (
@@ -33,21 +35,23 @@ class OutputLayer(ColumnParallelLinear):
             )
         else:
             hidden_TBD = copy_to_tensor_model_parallel_region(hidden_TBD, group=self.tp_group)
-        rank, entries = self.tp_group.rank(), weight_VD.shape[0]
+        group: Any = self.tp_group
+        rank, entries = group.rank(), weight_VD.shape[0]
         loss_T = linear_cross_entropy(
             hidden_TBD[:, 0],
             weight_VD,
             labels_BT[0] - rank * entries,
             used=used_entries(entries, vocab_size, rank),
-            combine=self._combine if self.tp_group.size() > 1 else None,
+            combine=self._combine if group.size() > 1 else None,
         )
         return loss_T[None]
 
     def _combine(self, lse_T: Tensor, label_logit_T: Tensor) -> tuple[Tensor, Tensor]:
         """The vocabulary's statistics from those of its slices."""
-        slices = [torch.empty_like(lse_T) for _ in range(self.tp_group.size())]
-        dist.all_gather(slices, lse_T, group=self.tp_group)
-        dist.all_reduce(label_logit_T, group=self.tp_group)
+        group: Any = self.tp_group
+        slices = [torch.empty_like(lse_T) for _ in range(group.size())]
+        dist.all_gather(slices, lse_T, group=group)
+        dist.all_reduce(label_logit_T, group=group)
         return torch.stack(slices).logsumexp(0), label_logit_T
 
 

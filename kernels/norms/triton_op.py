@@ -1,7 +1,7 @@
 """Launches the norms' kernels and gives them to autograd."""
 
 # Launches take keywords that the kernels' signatures do not have.
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
 
 import torch
 import triton

@@ -9,6 +9,7 @@ from torch import Tensor
 from mixtron.kernels.measure import forward_and_backward, table, time_ms, versions
 from mixtron.kernels.short_convolution import short_convolution
 from mixtron.kernels.short_convolution.triton_op import Launch, convolve, gradients
+from mixtron.kernels.triton_tools import Form
 
 TOKENS, CHANNELS, JOINED, WIDTH = 32768, 1024, 4112, 4
 """The convolution of one of q, k and v, a slice of the fused projection's output."""
@@ -24,14 +25,15 @@ def make_inputs() -> tuple[Tensor, Tensor, Tensor]:
 def compare() -> None:
     x_TBE, weight_EW, position_T = make_inputs()
     rows = []
-    for backend in ("torch", "triton"):
+    forms: tuple[Form, ...] = ("torch", "triton")
+    for backend in forms:
 
-        def form(backend=backend):
+        def form(backend: Form = backend):
             return short_convolution(x_TBE, weight_EW, position_T, silu=True, backend=backend)
 
         rows.append((f"{backend} form", *forward_and_backward(form, (x_TBE, weight_EW))))
     try:
-        from fla.modules.convolution import causal_conv1d
+        from fla.modules.convolution import causal_conv1d  # type: ignore[import-not-found]
     except ImportError:
         pass
     else:
