@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mixtron.kernels.measure import forward_and_backward, table, time_ms, versions
 from mixtron.kernels.short_convolution import short_convolution
-from mixtron.kernels.short_convolution.triton_op import Launch, convolve, gradients
+from mixtron.kernels.short_convolution.triton_op import Launch, convolve, gradients, slopes
 from mixtron.kernels.triton_tools import Form
 
 TOKENS, CHANNELS, JOINED, WIDTH = 32768, 1024, 4112, 4
@@ -52,13 +52,15 @@ def compare() -> None:
 def sweep() -> None:
     """Tiles of both kernels, fastest first."""
     x_TBE, weight_EW, position_T = (x.detach() for x in make_inputs())
-    y_TBE, dy_TBE = (torch.randn(TOKENS, 1, CHANNELS, device="cuda").bfloat16() for _ in "yd")
+    shape = (TOKENS, 1, CHANNELS)
+    y_TBE, dy_TBE = (torch.randn(shape, device="cuda").bfloat16() for _ in "yd")
     rows = []
-    for block_t, block_e, warps in itertools.product((8, 16, 32, 64), (32, 64, 128), (2, 4, 8)):
+    for block_t, block_e, warps in itertools.product((16, 32, 64), (32, 64, 128), (1, 2, 4)):
         launch = Launch(block_t, block_e, warps)
         for name, run in (
             ("fwd", lambda p=launch: convolve(x_TBE, weight_EW, position_T, y_TBE, True, p)),
-            ("bwd", lambda p=launch: gradients(x_TBE, weight_EW, position_T, dy_TBE, True, p)),
+            ("slope", lambda p=launch: slopes(x_TBE, weight_EW, position_T, dy_TBE, p)),
+            ("bwd", lambda p=launch: gradients(x_TBE, weight_EW, position_T, dy_TBE, p)),
         ):
             rows.append((name, block_t, block_e, warps, time_ms(run, 2, 6)))
     rows.sort(key=lambda row: (row[0], row[-1]))

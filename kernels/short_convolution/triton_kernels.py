@@ -2,7 +2,7 @@
 
     z_t = sum over i < W of w_i x_{t-i} [position_t >= i],   y = z, or z sigmoid(z)
 
-Backward computes z again from x, also of the W - 1 tokens behind the tile:
+Backward computes z again from x for dz = dy s'(z), rounded to x's dtype, and then
 
     dx_s = sum over i of w_i dz_{s+i} [position_{s+i} >= i]
     dw_i = sum over s of x_s dz_{s+i} [position_{s+i} >= i]
@@ -59,22 +59,52 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def slope_kernel(
     x,
     weight_EW,
     position_T,
     dy,
-    dx,
-    partial_PEW,
+    dz,
     T,
-    strip,
     x_row,
     dy_row,
     COLUMNS: tl.constexpr,
     E: tl.constexpr,
     W: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """dz = dy s'(z) with s(z) = z sigmoid(z); z is computed again from x."""
+    t_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    channel_E, inside_E = column_E % E, column_E < COLUMNS
+    inside_TE = (t_T < T)[:, None] & inside_E[None, :]
+    positions_T = tl.load(position_T + t_T, t_T < T, -1)
+    pointers = dy + t_T.to(tl.int64)[:, None] * dy_row + column_E[None, :]
+    dy_TE = tl.load(pointers, inside_TE, 0.0).to(tl.float32)
+    z_TE = _convolved(x, weight_EW, t_T, positions_T, x_row, column_E, channel_E, inside_E, W)
+    sigmoid_TE = tl.sigmoid(z_TE)
+    dz_TE = dy_TE * sigmoid_TE * (1 + z_TE * (1 - sigmoid_TE))
+    pointers = dz + t_T.to(tl.int64)[:, None] * COLUMNS + column_E[None, :]
+    tl.store(pointers, dz_TE.to(dz.dtype.element_ty), inside_TE)
+
+
+@triton.jit
+def backward_kernel(
+    x,
+    weight_EW,
+    position_T,
+    dz,
+    dx,
+    partial_PEW,
+    T,
+    strip,
+    x_row,
+    dz_row,
+    COLUMNS: tl.constexpr,
+    E: tl.constexpr,
+    W: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    SILU: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -91,16 +121,10 @@ def backward_kernel(
         dx_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
         for i in tl.static_range(W):
             t_T = s_T + i
-            positions_T = tl.load(position_T + t_T, t_T < T, -1)
-            reached_TE = (positions_T >= i)[:, None] & inside_E[None, :]
-            pointers = dy + t_T.to(tl.int64)[:, None] * dy_row + column_E[None, :]
-            dz_TE = tl.load(pointers, reached_TE, 0.0).to(tl.float32)
-            if SILU:
-                z_TE = _convolved(
-                    x, weight_EW, t_T, positions_T, x_row, column_E, channel_E, inside_E, W
-                )
-                sigmoid_TE = tl.sigmoid(z_TE)
-                dz_TE = dz_TE * sigmoid_TE * (1 + z_TE * (1 - sigmoid_TE))
+            reached_T = tl.load(position_T + t_T, t_T < T, -1) >= i
+            pointers = dz + t_T.to(tl.int64)[:, None] * dz_row + column_E[None, :]
+            mask_TE = reached_T[:, None] & inside_E[None, :]
+            dz_TE = tl.load(pointers, mask_TE, 0.0).to(tl.float32)
             dx_TE += dz_TE * _weights(weight_EW, channel_E, i, W, inside_E)[None, :]
             dw_WE += tl.where((tap_W == i)[:, None], tl.sum(dz_TE * x_TE, 0)[None, :], 0.0)
         pointers = dx + s_T.to(tl.int64)[:, None] * COLUMNS + column_E[None, :]

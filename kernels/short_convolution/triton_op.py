@@ -9,9 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from mixtron.kernels.short_convolution.triton_kernels import backward_kernel, forward_kernel
+from mixtron.kernels.short_convolution.triton_kernels import (
+    backward_kernel,
+    forward_kernel,
+    slope_kernel,
+)
 
-STRIPS = 128
+STRIPS = 256
 """Programs of a backward at most, for a block of columns; each sums its tokens' part of dw."""
 
 
@@ -22,8 +26,8 @@ class Launch:
     warps: int
 
 
-FORWARD = Launch(block_t=32, block_e=128, warps=4)
-BACKWARD = Launch(block_t=32, block_e=64, warps=4)
+FORWARD = Launch(block_t=32, block_e=64, warps=2)
+BACKWARD = Launch(block_t=32, block_e=64, warps=2)
 
 
 def short_convolution_triton(
@@ -44,8 +48,10 @@ class _ShortConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_TBE):  # type: ignore[override]
         x_TBE, weight_EW, position_T = ctx.saved_tensors
-        dx, dw = gradients(x_TBE, weight_EW, position_T, dy_TBE, ctx.silu, BACKWARD)
-        return dx, dw, None, None
+        if ctx.silu:
+            dy_TBE = slopes(x_TBE, weight_EW, position_T, dy_TBE, FORWARD)
+        dx_TBE, dweight_EW = gradients(x_TBE, weight_EW, position_T, dy_TBE, BACKWARD)
+        return dx_TBE, dweight_EW, None, None
 
 
 def convolve(x_TBE, weight_EW, position_T, y_TBE, silu: bool, launch: Launch) -> Tensor:
@@ -71,9 +77,33 @@ def convolve(x_TBE, weight_EW, position_T, y_TBE, silu: bool, launch: Launch) ->
     return y_TBE
 
 
-def gradients(x_TBE, weight_EW, position_T, dy_TBE, silu: bool, launch: Launch):
-    """The gradients of x and the weight."""
+def slopes(x_TBE, weight_EW, position_T, dy_TBE, launch: Launch) -> Tensor:
+    """The gradient of SiLU's input."""
     x_TE, dy_TE = _columns(x_TBE), _columns(dy_TBE)
+    T, columns = x_TE.shape
+    dz_TBE = torch.empty(x_TBE.shape, dtype=x_TBE.dtype, device=x_TBE.device)
+    slope_kernel[(triton.cdiv(T, launch.block_t), triton.cdiv(columns, launch.block_e))](
+        x_TE,
+        weight_EW.contiguous(),
+        position_T,
+        dy_TE,
+        dz_TBE,
+        T,
+        x_TE.stride(0),
+        dy_TE.stride(0),
+        COLUMNS=columns,
+        E=weight_EW.shape[0],
+        W=weight_EW.shape[1],
+        BLOCK_T=launch.block_t,
+        BLOCK_E=launch.block_e,
+        num_warps=launch.warps,
+    )
+    return dz_TBE
+
+
+def gradients(x_TBE, weight_EW, position_T, dz_TBE, launch: Launch):
+    """The gradients of x and the weight from that of the convolution."""
+    x_TE, dz_TE = _columns(x_TBE), _columns(dz_TBE)
     (T, columns), (E, W) = x_TE.shape, weight_EW.shape
     strip = triton.cdiv(triton.cdiv(T, STRIPS), launch.block_t) * launch.block_t
     programs = triton.cdiv(T, strip)
@@ -83,18 +113,17 @@ def gradients(x_TBE, weight_EW, position_T, dy_TBE, silu: bool, launch: Launch):
         x_TE,
         weight_EW.contiguous(),
         position_T,
-        dy_TE,
+        dz_TE,
         dx_TBE,
         partial_PEW,
         T,
         strip,
         x_TE.stride(0),
-        dy_TE.stride(0),
+        dz_TE.stride(0),
         COLUMNS=columns,
         E=E,
         W=W,
         BLOCK_W=triton.next_power_of_2(W),
-        SILU=silu,
         BLOCK_T=launch.block_t,
         BLOCK_E=launch.block_e,
         num_warps=launch.warps,
