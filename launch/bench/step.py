@@ -97,7 +97,6 @@ def bench_step(config: RunConfig, options: Options) -> None:
     if options.profiled_steps:
         profiled = profile(lambda: train_step(run), options.profiled_steps, options.rows)
         say(profiled)
-    dist.destroy_process_group()
 
 
 def with_micro_batches(config: RunConfig, data_ranks: int, micro_batches: int) -> RunConfig:
@@ -202,3 +201,4 @@ def report(config: RunConfig, ranks: Ranks, seconds: float) -> str:
 if __name__ == "__main__":
     quiet_libraries()
     bench_step(load_config(sys.argv[1], sys.argv[2:]), Options())
+    dist.destroy_process_group()
