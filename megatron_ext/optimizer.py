@@ -1,6 +1,5 @@
 """Gradient buffers and AdamW on Megatron's distributed optimizer."""
 
-import math
 from typing import Any
 
 import torch
@@ -83,25 +82,30 @@ def build_optimizer(
     return built
 
 
-def clip_and_step(optimizer: MegatronOptimizer, clip_grad_norm: float) -> tuple[float, bool]:
-    """Clips to the global norm and applies AdamW, unless the norm is not finite.
+def clip_and_step(
+    optimizer: MegatronOptimizer, clip_grad_norm: float, loss: Tensor | None = None
+) -> tuple[float, bool]:
+    """Clips to the global norm and applies AdamW, unless the norm or the loss is not finite.
 
     Everything is launched before the host waits for the norm: the kernel that updates the
     parameters reads from the device what to divide by, and whether to do anything.
 
+    Args:
+        loss: 0-dimensional, on the device, equal on every rank.
     Returns:
         The gradient norm before clipping, equal on every rank, and whether the step was applied.
     """
     optimizer.prepare_grads()
     norm = gradient_norm(optimizer)
+    finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
     divisor = ((norm + 1e-6) / clip_grad_norm).clamp_min(1) if clip_grad_norm > 0 else None
     for part in optimizer.chained_optimizers:  # type: ignore[attr-defined]
         if not part.is_stub_optimizer:
             part.optimizer.grad_scale = divisor
-            part.optimizer.found_inf = 1 - norm.isfinite().float()
+            part.optimizer.found_inf = 1 - finite.float()
     optimizer.step_with_ready_grads()
-    value = float(norm)
-    return value, math.isfinite(value)
+    value, applied = torch.stack([norm, finite.float()]).tolist()
+    return value, bool(applied)
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:

@@ -50,20 +50,24 @@ def compare() -> None:
 
 
 def sweep() -> None:
-    """Tiles of both kernels, fastest first."""
+    """Tiles and strips of the kernels, fastest first."""
     x_TBE, weight_EW, position_T = (x.detach() for x in make_inputs())
     shape = (TOKENS, 1, CHANNELS)
     y_TBE, dy_TBE = (torch.randn(shape, device="cuda").bfloat16() for _ in "yd")
     rows = []
     for block_t, block_e, warps in itertools.product((16, 32, 64), (32, 64, 128), (1, 2, 4)):
         launch = Launch(block_t, block_e, warps)
-        for name, run in (
-            ("fwd", lambda p=launch: convolve(x_TBE, weight_EW, position_T, y_TBE, True, p)),
-            ("slope", lambda p=launch: slopes(x_TBE, weight_EW, position_T, dy_TBE, p)),
-            ("bwd", lambda p=launch: gradients(x_TBE, weight_EW, position_T, dy_TBE, p)),
-        ):
-            rows.append((name, block_t, block_e, warps, time_ms(run, 2, 6)))
-    rows.sort(key=lambda row: (row[0], row[-1]))
+        forms = {
+            "fwd": lambda p=launch: convolve(x_TBE, weight_EW, position_T, y_TBE, True, p),
+            "slope": lambda p=launch: slopes(x_TBE, weight_EW, position_T, dy_TBE, p),
+        }
+        for strips in (128, 256, 512, 1024):
+            forms[f"bwd of {strips} strips"] = lambda p=launch, s=strips: gradients(
+                x_TBE, weight_EW, position_T, dy_TBE, p, s
+            )
+        for name, run in forms.items():
+            rows.append((name, block_t, block_e, warps, time_ms(run, 2, 5)))
+    rows.sort(key=lambda row: (row[0][:3], row[-1]))
     print(table(("kernel", "tokens", "channels", "warps", "ms"), rows))
 
 

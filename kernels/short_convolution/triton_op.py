@@ -101,11 +101,11 @@ def slopes(x_TBE, weight_EW, position_T, dy_TBE, launch: Launch) -> Tensor:
     return dz_TBE
 
 
-def gradients(x_TBE, weight_EW, position_T, dz_TBE, launch: Launch):
+def gradients(x_TBE, weight_EW, position_T, dz_TBE, launch: Launch, strips: int = STRIPS):
     """The gradients of x and the weight from that of the convolution."""
     x_TE, dz_TE = _columns(x_TBE), _columns(dz_TBE)
     (T, columns), (E, W) = x_TE.shape, weight_EW.shape
-    strip = triton.cdiv(triton.cdiv(T, STRIPS), launch.block_t) * launch.block_t
+    strip = triton.cdiv(triton.cdiv(T, strips), launch.block_t) * launch.block_t
     programs = triton.cdiv(T, strip)
     dx_TBE = torch.empty(x_TBE.shape, dtype=x_TBE.dtype, device=x_TBE.device)
     partial_PEW = x_TBE.new_empty(programs, columns, W, dtype=torch.float32)
