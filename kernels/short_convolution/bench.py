@@ -2,7 +2,6 @@
 
 import itertools
 import sys
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,8 +11,8 @@ from mixtron.kernels.short_convolution import short_convolution
 from mixtron.kernels.short_convolution.triton_op import Launch, convolve, gradients, slopes
 from mixtron.kernels.triton_tools import Form
 
-TOKENS, CHANNELS, JOINED, WIDTH = 32768, 3072, 4112, 4
-"""The convolution of q, k and v, a slice of the fused projection's output."""
+TOKENS, CHANNELS, JOINED, WIDTH = 32768, 1024, 4112, 4
+"""The convolution of one of q, k and v, a slice of the fused projection's output."""
 
 
 def make_inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -54,15 +53,13 @@ def sweep() -> None:
     """Tiles and strips of the kernels, fastest first."""
     x_TBE, weight_EW, position_T = (x.detach() for x in make_inputs())
     shape = (TOKENS, 1, CHANNELS)
-    dy_TBE = torch.randn(shape, device="cuda").bfloat16()
+    y_TBE, dy_TBE = (torch.randn(shape, device="cuda").bfloat16() for _ in "yd")
     rows = []
     for block_t, block_e, warps in itertools.product((16, 32, 64), (32, 64, 128), (1, 2, 4)):
         launch = Launch(block_t, block_e, warps)
-        forms: dict[str, Callable] = {
-            "fwd": lambda p=launch: convolve(x_TBE, weight_EW, position_T, (CHANNELS,), True, p),
-            "slope": lambda p=launch: slopes(
-                x_TBE, weight_EW, position_T, (dy_TBE,), (CHANNELS,), True, p
-            ),
+        forms = {
+            "fwd": lambda p=launch: convolve(x_TBE, weight_EW, position_T, y_TBE, True, p),
+            "slope": lambda p=launch: slopes(x_TBE, weight_EW, position_T, dy_TBE, p),
         }
         for strips in (128, 256, 512, 1024):
             forms[f"bwd of {strips} strips"] = lambda p=launch, s=strips: gradients(

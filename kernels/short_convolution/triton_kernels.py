@@ -8,9 +8,6 @@ Backward computes z again from x for dz = dy s'(z), rounded to x's dtype, and th
     dw_i = sum over s of x_s dz_{s+i} [position_{s+i} >= i]
 """
 
-# A jit function's result looks like that of the compiler's stub.
-# pyright: reportGeneralTypeIssues=false
-
 import triton
 import triton.language as tl
 
@@ -35,16 +32,6 @@ def _convolved(
 
 
 @triton.jit
-def _part(column, END_0: tl.constexpr, END_1: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of the part that a column lies in: its number, first column and width."""
-    number = tl.where(column >= END_0, 1, 0) + tl.where(column >= END_1, 1, 0)
-    start = tl.where(column >= END_1, END_1, tl.where(column >= END_0, END_0, 0))
-    width = tl.where(column >= END_0, END_1 - END_0, END_0)
-    width = tl.where(column >= END_1, COLUMNS - END_1, width)
-    return number, start, width
-
-
-@triton.jit
 def forward_kernel(
     x,
     weight_EW,
@@ -52,8 +39,6 @@ def forward_kernel(
     y,
     T,
     x_row,
-    END_0: tl.constexpr,
-    END_1: tl.constexpr,
     COLUMNS: tl.constexpr,
     E: tl.constexpr,
     W: tl.constexpr,
@@ -61,18 +46,15 @@ def forward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """x [T, COLUMNS], column c is channel c mod E; y holds its parts one after another."""
+    """x and y [T, COLUMNS]; column c is channel c mod E."""
     t_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    first = tl.program_id(1) * BLOCK_E
-    column_E = first + tl.arange(0, BLOCK_E)
+    column_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     channel_E, inside_E = column_E % E, column_E < COLUMNS
     positions_T = tl.load(position_T + t_T, t_T < T, -1)
     z_TE = _convolved(x, weight_EW, t_T, positions_T, x_row, column_E, channel_E, inside_E, W)
     if SILU:
         z_TE = z_TE * tl.sigmoid(z_TE)
-    _, start, width = _part(first, END_0, END_1, COLUMNS)
-    y += start.to(tl.int64) * T + (first - start)
-    pointers = y + t_T.to(tl.int64)[:, None] * width + tl.arange(0, BLOCK_E)[None, :]
+    pointers = y + t_T.to(tl.int64)[:, None] * COLUMNS + column_E[None, :]
     tl.store(pointers, z_TE.to(y.dtype.element_ty), (t_T < T)[:, None] & inside_E[None, :])
 
 
@@ -81,43 +63,28 @@ def slope_kernel(
     x,
     weight_EW,
     position_T,
-    dy_0,
-    dy_1,
-    dy_2,
+    dy,
     dz,
     T,
     x_row,
-    dy_row_0,
-    dy_row_1,
-    dy_row_2,
-    END_0: tl.constexpr,
-    END_1: tl.constexpr,
+    dy_row,
     COLUMNS: tl.constexpr,
     E: tl.constexpr,
     W: tl.constexpr,
-    SILU: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """dz [T, COLUMNS] = dy s'(z) of the parts' dy; z is computed again from x."""
+    """dz = dy s'(z) with s(z) = z sigmoid(z); z is computed again from x."""
     t_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    first = tl.program_id(1) * BLOCK_E
-    column_E = first + tl.arange(0, BLOCK_E)
+    column_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     channel_E, inside_E = column_E % E, column_E < COLUMNS
     inside_TE = (t_T < T)[:, None] & inside_E[None, :]
-    number, start, _ = _part(first, END_0, END_1, COLUMNS)
-    dy, dy_row = dy_0, dy_row_0
-    if number == 1:
-        dy, dy_row = dy_1, dy_row_1
-    if number == 2:
-        dy, dy_row = dy_2, dy_row_2
-    pointers = dy + (first - start) + t_T.to(tl.int64)[:, None] * dy_row
-    dz_TE = tl.load(pointers + tl.arange(0, BLOCK_E)[None, :], inside_TE, 0.0).to(tl.float32)
-    if SILU:
-        positions_T = tl.load(position_T + t_T, t_T < T, -1)
-        z_TE = _convolved(x, weight_EW, t_T, positions_T, x_row, column_E, channel_E, inside_E, W)
-        sigmoid_TE = tl.sigmoid(z_TE)
-        dz_TE = dz_TE * sigmoid_TE * (1 + z_TE * (1 - sigmoid_TE))
+    positions_T = tl.load(position_T + t_T, t_T < T, -1)
+    pointers = dy + t_T.to(tl.int64)[:, None] * dy_row + column_E[None, :]
+    dy_TE = tl.load(pointers, inside_TE, 0.0).to(tl.float32)
+    z_TE = _convolved(x, weight_EW, t_T, positions_T, x_row, column_E, channel_E, inside_E, W)
+    sigmoid_TE = tl.sigmoid(z_TE)
+    dz_TE = dy_TE * sigmoid_TE * (1 + z_TE * (1 - sigmoid_TE))
     pointers = dz + t_T.to(tl.int64)[:, None] * COLUMNS + column_E[None, :]
     tl.store(pointers, dz_TE.to(dz.dtype.element_ty), inside_TE)
 
@@ -133,6 +100,7 @@ def backward_kernel(
     T,
     strip,
     x_row,
+    dz_row,
     COLUMNS: tl.constexpr,
     E: tl.constexpr,
     W: tl.constexpr,
@@ -154,7 +122,7 @@ def backward_kernel(
         for i in tl.static_range(W):
             t_T = s_T + i
             reached_T = tl.load(position_T + t_T, t_T < T, -1) >= i
-            pointers = dz + t_T.to(tl.int64)[:, None] * COLUMNS + column_E[None, :]
+            pointers = dz + t_T.to(tl.int64)[:, None] * dz_row + column_E[None, :]
             mask_TE = reached_T[:, None] & inside_E[None, :]
             dz_TE = tl.load(pointers, mask_TE, 0.0).to(tl.float32)
             dx_TE += dz_TE * _weights(weight_EW, channel_E, i, W, inside_E)[None, :]
