@@ -10,8 +10,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 quickstart: .venv/ready
 	$(BIN)/mixtron quickstart
 
+# Two processes share the tests: one works while the other's ranks wait for each other.
 test: .venv/ready
-	$(PYTEST) -m "not soak and not cluster" $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal -m "not soak and not cluster" $(ARGS)
 
 # The tests that start a real SLURM; they need root, and `make slurm` once.
 test-slurm: .venv/ready

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from mixtron.megatron_ext.scalars import Scalars
 
 EVALUATION_STEP = 0
 """The step of every batch that is not trained on: evaluation and decoding always draw the same."""
+
+
+MAX_ROWS = 64
 
 
 @dataclass(kw_only=True, eq=False)
@@ -52,6 +56,19 @@ class Batch(PackedSeqParams):
         before, to T/cp, although one may go on after."""
         share = self.position_ids.shape[0]
         return (self.cu_seqlens - self.context_rank * share).clamp(0, share)
+
+    @property
+    def rows(self) -> int:
+        """In how many parts of one length the stream falls that each begin a document, as the
+        sequences of a micro-batch do: recurrences may run through them side by side. Context ranks
+        have one each."""
+
+        def count() -> int:
+            total, starts = sum(self.lengths), {0, *accumulate(self.lengths)}
+            fitting = (n for n in range(MAX_ROWS, 0, -1) if total % n == 0)
+            return next(n for n in fitting if starts.issuperset(range(0, total, total // n)))
+
+        return self.once("rows", count) if self.context_size == 1 else 1
 
     def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """What `compute` gives, computed by the first layer of the micro-batch that asks for it."""

@@ -61,30 +61,98 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Gather.apply(x, group)  # type: ignore[return-value]
 
 
-def state_before(
-    transition_BJKE: Tensor, write_BJKV: Tensor, starts_document: Tensor, group: dist.ProcessGroup
-) -> Tensor:
+class _Pending:
+    """A collective under way. It refers to no tensor that autograd tracks: that would be a cycle
+    through the graph, and the group would outlive the run."""
+
+    def __init__(self):
+        self.work: dist.Work | None = None
+        self.received: Tensor | None = None
+
+    def finish(self) -> Tensor | None:
+        assert self.work is not None
+        self.work.wait()
+        received, self.work, self.received = self.received, None, None
+        return received
+
+
+class _StartGather(torch.autograd.Function):
+    """Begins to gather [E, ...] of every rank; backward ends what `_EndGather`'s began."""
+
+    @staticmethod
+    def forward(ctx, x, group, pending):
+        ctx.pending = pending
+        gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        pending.work = dist.all_gather_into_tensor(gathered, x.contiguous(), group, async_op=True)
+        return gathered
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return ctx.pending.finish(), None, None
+
+
+class _EndGather(torch.autograd.Function):
+    """[cp, ...] of what `_StartGather` began; backward begins to sum each rank's gradients."""
+
+    @staticmethod
+    def forward(ctx, gathered, group, pending):
+        ctx.group, ctx.pending = group, pending
+        pending.finish()
+        return gathered.unflatten(0, (group.size(), -1))
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        sent = grad.flatten(0, 1).contiguous()
+        own = sent.new_empty(grad.shape[1:])
+        ctx.pending.received = own
+        ctx.pending.work = dist.reduce_scatter_tensor(own, sent, group=ctx.group, async_op=True)
+        return sent, None, None
+
+
+class StateExchange:
     """The recurrent state [B, J, K, V] fp32 that the ranks before this one leave to it.
 
     Every rank sums its tokens up as S_after = transition S_before + write and sends
     4 J K (E + V) bytes, whatever its number of tokens; each folds the maps of those before it.
+    The maps travel from construction to `state()`: what is computed in between hides the exchange,
+    and its backward hides the backward of the exchange.
 
     Args:
         transition_BJKE: a matrix (E = K), or its diagonal (E = 1).
         starts_document: whether this rank's first token begins a document (0-dim bool): then
             nothing reaches it, or what comes after, from before.
     """
-    keeps = (~starts_document).to(transition_BJKE.dtype)
-    E = transition_BJKE.shape[-1]
-    apply = torch.mul if E == 1 else torch.matmul
-    own = torch.cat([keeps * transition_BJKE, write_BJKV], dim=-1)
-    maps = _Gather.apply(own, group)
-    state_BJKV = torch.zeros_like(write_BJKV)
-    for before in range(group.rank()):
-        transition, write = maps[before][..., :E], maps[before][..., E:]  # type: ignore[index]
-        state_BJKV = apply(transition, state_BJKV) + write
-    # Every rank's backward takes part in the exchange, also that of a rank that used nothing of it.
-    return keeps * state_BJKV + 0 * maps[group.rank()][..., E:]  # type: ignore[index]
+
+    def __init__(
+        self,
+        transition_BJKE: Tensor,
+        write_BJKV: Tensor,
+        starts_document: Tensor,
+        group: dist.ProcessGroup,
+    ):
+        self.E = transition_BJKE.shape[-1]
+        self.group = group
+        self.keeps = (~starts_document).to(transition_BJKE.dtype)
+        own = torch.cat([self.keeps * transition_BJKE, write_BJKV], dim=-1)
+        self.pending = _Pending()
+        self.travelling = _StartGather.apply(own, group, self.pending)
+
+    def state(self) -> Tensor:
+        maps = _EndGather.apply(self.travelling, self.group, self.pending)
+        apply = torch.mul if self.E == 1 else torch.matmul
+        # Every rank's backward takes part in the exchange, also if its state uses nothing of it.
+        state_BJKV = 0 * maps[self.group.rank()][..., self.E :]  # type: ignore[index]
+        for before in range(self.group.rank()):
+            transition, write = maps[before][..., : self.E], maps[before][..., self.E :]  # type: ignore[index]
+            state_BJKV = apply(transition, state_BJKV) + write
+        return self.keeps * state_BJKV
+
+
+def state_before(
+    transition_BJKE: Tensor, write_BJKV: Tensor, starts_document: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """The state of a `StateExchange` that nothing hides."""
+    return StateExchange(transition_BJKE, write_BJKV, starts_document, group).state()
 
 
 def rows_before(x_TBE: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:

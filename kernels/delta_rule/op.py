@@ -30,6 +30,7 @@ def delta_rule(
     scale: float | None = None,
     initial_state_BJKV: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    rows: int = 1,
     backend: Backend = "chunk",
 ) -> tuple[Tensor, Tensor]:
     """Gated delta rule with the step size of Kaczmarz Linear Attention (arXiv 2605.08587).
@@ -52,6 +53,9 @@ def delta_rule(
                             cu_seqlens[n] .. cu_seqlens[n+1]. From 0 to T, not decreasing; empty
                             documents are skipped, so it may be padded by repeating T. None: each
                             of the B rows is one document.
+        rows                in how many parts of equal length, each beginning a document of
+                            cu_seqlens, the tokens fall: the triton form runs through them side by
+                            side.
         backend             "chunk" in torch on any device; "triton" for bf16 on a GPU with K and V
                             of 64 or 128; "reference" token by token.
     Documents: the state is empty at the start of every document but the first, which starts from
@@ -73,6 +77,8 @@ def delta_rule(
         check_gate("initial_state_BJKV", initial_state_BJKV, [(B, J, K, V)], q_BTHK)
     if cu_seqlens is not None:
         check_documents(cu_seqlens, q_BTHK)
+    if rows < 1 or T % rows or (rows > 1 and cu_seqlens is None):
+        raise ValueError(f"rows is {rows}: cu_seqlens must be given and {T} tokens divisible")
     for name, value, known in (
         ("step_size", step_size, get_args(StepSize)),
         ("backend", backend, tuple(BACKENDS)),
@@ -90,4 +96,5 @@ def delta_rule(
         scale=scale,
         initial_state_BJKV=initial_state_BJKV,
         cu_seqlens=cu_seqlens,
+        **({"rows": rows} if backend == "triton" else {}),
     )

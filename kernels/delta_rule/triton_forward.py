@@ -55,8 +55,9 @@ def prepare_kernel(
     reached_C = inside_C
     ends_C = inside_C
     if HAS_DOCUMENTS:
+        document_T += b * T
         document_C = tl.load(document_T + t_C, mask=inside_C, other=-1)
-        before_C = tl.load(document_T + t_C - 1, mask=inside_C & (t_C > 0), other=0)
+        before_C = tl.load(document_T + t_C - 1, mask=inside_C & (t_C + b > 0), other=0)
         upto_CC = upto_CC & (document_C[:, None] == document_C[None, :])
         reached_C = reached_C & (document_C == tl.load(document_T + tl.maximum(n * C - 1, 0)))
         ends_C = ends_C & (document_C == tl.load(document_T + n * C + last))
@@ -66,7 +67,7 @@ def prepare_kernel(
         # Beyond that nothing is left, and larger sums would cost the others their precision.
         g_C = tl.maximum(g_C, -64.0)
         if HAS_DOCUMENTS:
-            g_C = tl.where((document_C != before_C) & (t_C > 0), 0.0, g_C)
+            g_C = tl.where((document_C != before_C) & (t_C + b > 0), 0.0, g_C)
         G_C = tl.sum(tl.where(upto_CC, g_C[None, :], 0.0), 1)
     G_last = tl.sum(tl.where(row_C == last, G_C, 0.0), 0)
     from_start_C = tl.where(reached_C, tl.exp(G_C), 0.0)
@@ -118,6 +119,7 @@ def scan_kernel(
     across_BJN,
     initial_BJKV,
     o_BTJV,
+    U_BTJV,
     states_BJNKV,
     final_BJKV,
     T,
@@ -131,11 +133,12 @@ def scan_kernel(
     C: tl.constexpr,
     STATE_EVERY: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
-    STORE_STATES: tl.constexpr,
+    TRAINING: tl.constexpr,
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """All chunks of one value head and BLOCK_V of its columns, one after another."""
+    """All chunks of one value head and BLOCK_V of its columns, one after another. For backward it
+    keeps U, and the state before every STATE_EVERY-th chunk."""
     column = tl.program_id(0) * BLOCK_V
     bj = tl.program_id(1).to(tl.int64)
     b, j = bj // J, bj % J
@@ -161,13 +164,16 @@ def scan_kernel(
         across = tl.load(across_BJN + bj * N + n)
         k_CK, q_CK = k_CK.to(PRODUCT), q_CK.to(PRODUCT)
         S_low_KV = S_KV.to(PRODUCT)
-        if STORE_STATES:  # noqa: SIM102 (a constant and a value)
+        if TRAINING:  # noqa: SIM102 (a constant and a value)
             if n % STATE_EVERY == 0:
                 stored = (bj * tl.cdiv(N, STATE_EVERY) + n // STATE_EVERY) * K
                 pointers = tile(states_BJNKV + column, stored, V, key_K, value_V)
                 tl.store(pointers, S_low_KV.to(states_BJNKV.dtype.element_ty))
         R_CV = v_CV.to(tl.float32) - tl.dot(k_CK, S_low_KV) * read_C[:, None]
         U_CV = tl.dot(X_CC.to(PRODUCT), R_CV.to(PRODUCT))
+        if TRAINING:
+            U_tile = tile(U_BTJV + j * V + column, first, J * V, row_C, value_V)
+            tl.store(U_tile, U_CV.to(U_BTJV.dtype.element_ty), inside_C1)
         o_CV = tl.dot(q_CK, S_low_KV) * query_C[:, None]
         o_CV = tl.dot(P_CC.to(PRODUCT), U_CV.to(PRODUCT), o_CV)
         write_CV = (U_CV * write_C[:, None]).to(PRODUCT)

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from mixtron.kernels.triton_tools import INTERPRETED, product_dtype
 CHUNK_LENGTH = 64
 HEAD_DIMS = (64, 128)
 STATE_EVERY = 2
-"""A state is kept of every second chunk; backward computes the one between again."""
+"""A state, and its gradient, is kept of every second chunk; the one between is computed again."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def launch_plan() -> Plan:
         prepare_warps=4,
         scan=Launch(block_v=64, warps=4, stages=1),
         reverse=Launch(block_v=64, warps=4, stages=3),
-        gradient=Launch(block_v=128, warps=8, stages=1),
+        gradient=Launch(block_v=64, warps=8, stages=1),
     )
 
 
@@ -62,6 +63,7 @@ def delta_rule_triton(
     scale: float | None = None,
     initial_state_BJKV: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    rows: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results of `delta_rule`, for bf16 on a GPU; K and V of 64 or 128.
 
@@ -72,9 +74,16 @@ def delta_rule_triton(
     if scale is None:
         scale = 1 / math.sqrt(q_BTHK.shape[-1])
     options = Options(step_size, eps, scale)
-    return _DeltaRule.apply(  # type: ignore[return-value]
-        q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ, initial_state_BJKV, cu_seqlens, options
-    )
+    inputs = [q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ]
+    initial = initial_state_BJKV
+    if rows > 1:
+        # Nothing passes from row to row: one program each instead of one for all.
+        inputs = [None if x is None else x[0].unflatten(0, (rows, -1)) for x in inputs]
+        initial = None if initial is None else F.pad(initial, (0,) * 7 + (rows - 1,))
+    o_BTJV, state_BJKV = _DeltaRule.apply(*inputs, initial, cu_seqlens, options)  # type: ignore[misc]
+    if rows > 1:
+        o_BTJV, state_BJKV = o_BTJV.flatten(0, 1)[None], state_BJKV[-1:]
+    return o_BTJV, state_BJKV
 
 
 def _check(q_BTHK: Tensor, v_BTJV: Tensor) -> None:
@@ -103,23 +112,25 @@ class _DeltaRule(torch.autograd.Function):
         log_decay = None if log_decay is None else log_decay.contiguous()
         document_T = None
         if cu_seqlens is not None:
-            document_T = document_starts(cu_seqlens, q.shape[1]).cumsum(0, dtype=torch.int32)
+            document_T = document_starts(cu_seqlens, q.shape[0] * q.shape[1]).cumsum(
+                0, dtype=torch.int32
+            )
         prepared = prepare(q, k, log_decay, eta, document_T, options)
         training = any(ctx.needs_input_grad)
-        o, final, states = scan(q, k, v, prepared, initial, training)
+        o, final, U, states = scan(q, k, v, prepared, initial, training)
         if training:
-            ctx.save_for_backward(q, k, v, log_decay, eta, document_T, *prepared, states)
+            ctx.save_for_backward(q, k, U, log_decay, eta, document_T, *prepared, states)
             ctx.options = options
             ctx.has_initial = initial is not None
         return o, final
 
     @staticmethod
     def backward(ctx, do, dfinal):  # type: ignore[override]
-        q, k, v, log_decay, eta, document_T, *prepared, states = ctx.saved_tensors
+        q, k, U, log_decay, eta, document_T, *prepared, states = ctx.saved_tensors
         do = do.contiguous()
-        dstates, dinitial = reverse_scan(q, k, do, prepared, dfinal)
-        dq, dk, dv, dlog_decay, deta = gradient(
-            q, k, v, do, log_decay, eta, document_T, prepared, states, dstates, ctx.options
+        dv, dstates, dinitial = reverse_scan(q, k, do, prepared, dfinal)
+        dq, dk, dlog_decay, deta = gradient(
+            q, k, U, do, dv, log_decay, eta, document_T, prepared, states, dstates, ctx.options
         )
         dinitial = dinitial if ctx.has_initial else None
         return dq, dk, dv, dlog_decay, deta, dinitial, None, None
@@ -164,15 +175,16 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
 
 
 def scan(q, k, v, prepared, initial, training: bool):
-    """o, the final state, and the states that backward needs."""
+    """o, the final state, and for backward U and every second state."""
     (B, T, _, K), (J, V) = k.shape, v.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan().scan
     block_v = min(plan.block_v, V)
     o_BTJV = torch.empty_like(v)
     final_BJKV = v.new_empty(B, J, K, V, dtype=torch.float32)
-    states_BJNKV = None
+    U_BTJV = states_BJNKV = None
     if training:
+        U_BTJV = torch.empty_like(v)
         states_BJNKV = v.new_empty(B, J, triton.cdiv(N, STATE_EVERY), K, V)
     scan_kernel[(V // block_v, B * J)](
         q,
@@ -181,6 +193,7 @@ def scan(q, k, v, prepared, initial, training: bool):
         *prepared,
         None if initial is None else initial.contiguous(),
         o_BTJV,
+        U_BTJV,
         states_BJNKV,
         final_BJKV,
         T,
@@ -190,21 +203,22 @@ def scan(q, k, v, prepared, initial, training: bool):
         BLOCK_V=block_v,
         STATE_EVERY=STATE_EVERY,
         HAS_INITIAL=initial is not None,
-        STORE_STATES=training,
+        TRAINING=training,
         **shape_of(k, J),
         STAGES=plan.stages,
         num_warps=plan.warps,
     )
-    return o_BTJV, final_BJKV, states_BJNKV
+    return o_BTJV, final_BJKV, U_BTJV, states_BJNKV
 
 
 def reverse_scan(q, k, do, prepared, dfinal):
-    """The gradient of the state after every chunk, and of the initial state."""
+    """The gradients of v, of every second state and of the initial one."""
     (B, T, _, K), (J, V) = k.shape, do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan().reverse
     block_v = min(plan.block_v, V)
-    dstates_BJNKV = do.new_empty(B, J, N, K, V)
+    dv_BTJV = torch.empty_like(do)
+    dstates_BJNKV = do.new_empty(B, J, triton.cdiv(N, STATE_EVERY), K, V)
     dinitial_BJKV = do.new_empty(B, J, K, V, dtype=torch.float32)
     reverse_scan_kernel[(V // block_v, B * J)](
         q,
@@ -212,6 +226,7 @@ def reverse_scan(q, k, do, prepared, dfinal):
         do,
         *prepared,
         None if dfinal is None else dfinal.contiguous(),
+        dv_BTJV,
         dstates_BJNKV,
         dinitial_BJKV,
         T,
@@ -219,38 +234,39 @@ def reverse_scan(q, k, do, prepared, dfinal):
         B * J * N * CHUNK_LENGTH,
         V=V,
         BLOCK_V=block_v,
+        STATE_EVERY=STATE_EVERY,
         HAS_DFINAL=dfinal is not None,
         **shape_of(k, J),
         STAGES=plan.stages,
         num_warps=plan.warps,
     )
-    return dstates_BJNKV, dinitial_BJKV
+    return dv_BTJV, dstates_BJNKV, dinitial_BJKV
 
 
-def gradient(q, k, v, do, log_decay, eta, document_T, prepared, states, dstates, options: Options):
-    """The gradients of q, k, v, the log decay (None without) and eta."""
-    (B, T, H, K), (J, V) = k.shape, v.shape[2:]
+def gradient(q, k, U, do, dv, log_decay, eta, document_T, prepared, states, dstates, options):
+    """The gradients of q, k, the log decay (None without) and eta."""
+    _, _, *factors = prepared
+    (B, T, H, K), (J, V) = k.shape, U.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan().gradient
     block_v = min(plan.block_v, V)
     dq_BTJK, dk_BTJK = q.new_empty(B, T, J, K), k.new_empty(B, T, J, K)
-    dv_BTJV = torch.empty_like(v)
     dlog_decay_BTJ = None if log_decay is None else torch.empty_like(log_decay)
     deta_BTJ = torch.empty_like(eta)
     gradient_kernel[(N, B * J)](
         q,
         k,
-        v,
+        U,
         do,
+        dv,
         log_decay,
         eta,
         document_T,
-        *prepared,
+        *factors,
         states,
         dstates,
         dq_BTJK,
         dk_BTJK,
-        dv_BTJV,
         dlog_decay_BTJ,
         deta_BTJ,
         options.scale,
@@ -266,7 +282,7 @@ def gradient(q, k, v, do, log_decay, eta, document_T, prepared, states, dstates,
         num_warps=plan.warps,
         num_stages=plan.stages,
     )
-    return _to_key_heads(dq_BTJK, H), _to_key_heads(dk_BTJK, H), dv_BTJV, dlog_decay_BTJ, deta_BTJ
+    return _to_key_heads(dq_BTJK, H), _to_key_heads(dk_BTJK, H), dlog_decay_BTJ, deta_BTJ
 
 
 def _to_key_heads(x_BTJK: Tensor, H: int) -> Tensor:

@@ -93,7 +93,7 @@ class RankPool:
         """Ends the server and the ranks. They also end by themselves when this process dies."""
         self._kill()
         self.control.close()
-        self.server.wait(timeout=10)
+        self.server.wait(timeout=60)
         self.listener.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -109,3 +109,39 @@ def test_bytes_sent_do_not_depend_on_the_length(ranks):
         exact = delta_rule_segment_map(*before, step_size="kaczmarz")[1]
         found = torch.tensor(results[-1][1], dtype=torch.float64)
         assert (found - exact).norm() < 1e-5 * exact.norm()
+
+
+def left_behind(backward: bool) -> bool:
+    """Whether an exchange outlives its tensors when nobody collects cycles."""
+    import gc
+    import time
+    import weakref
+
+    import torch.distributed as dist
+
+    from mixtron.megatron_ext.context_parallel import StateExchange
+
+    assert dist.group.WORLD is not None
+    _, *writes = (x.float().requires_grad_() for x in make_inputs(32))
+    gc.collect()
+    gc.disable()
+    try:
+        maps = delta_rule_segment_map(*writes, step_size="kaczmarz")
+        exchange = StateExchange(*maps, torch.tensor(False), dist.group.WORLD)
+        pending = weakref.ref(exchange.pending)
+        state = exchange.state()
+        if backward:
+            state.sum().backward()
+        del exchange, state
+        # The thread that received the maps may let go of them a moment later.
+        deadline = time.monotonic() + 10
+        while pending() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return pending() is not None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_an_exchange_leaves_nothing_behind(backward):
+    assert run_on_ranks(2, left_behind, backward) == [False, False]

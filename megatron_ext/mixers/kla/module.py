@@ -8,9 +8,9 @@ from mixtron.kernels.delta_rule import delta_rule, delta_rule_segment_map, delta
 from mixtron.kernels.norms import rms_norm, unit_norm
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import (
+    StateExchange,
     heads_to_sequence,
     sequence_to_heads,
-    state_before,
 )
 from mixtron.megatron_ext.layers import (
     FusedColumnParallel,
@@ -35,7 +35,8 @@ class Mixer(ShardedModule):
     the input, one a value head; the output is a gated RMSNorm over each value head, then projected.
 
     TP: heads. SP: gathered by the input projection, scattered by the output one. CP: each rank sums
-    its tokens up as an affine map of the state, and takes the state that the maps before it give;
+    its tokens up as an affine map of the state, and takes the state that the maps before it give
+    (q is normalised while they travel);
     or, by `context_exchange: heads`, heads are exchanged for tokens around the op.
     Initialisation: matrices N(0, std), A ~ U(1, 16), dt log-uniform in [1e-3, 1e-1], norm 1. Decay
     parameters are fp32 whatever the model's dtype.
@@ -83,18 +84,22 @@ class Mixer(ShardedModule):
         if batch.context_size > 1 and self.mixer.context_exchange == "heads":
             return self._mix_exchanged(unit_norm(q_BTHK), writes, batch)
         options = {"step_size": self.mixer.step_size, "cu_seqlens": batch.local_cu_seqlens}
-        state_BJKV = None
+        exchange = state_BJKV = None
         if batch.context_size > 1:
-            state_BJKV = state_before(
+            exchange = StateExchange(
                 *delta_rule_segment_map(*writes, **options),
                 batch.position_ids[0] == 0,
                 self.cp_group,
             )
+        q_BTHK = unit_norm(q_BTHK)
+        if exchange is not None:
+            state_BJKV = exchange.state()
         o_BTJV, state_BJKV = delta_rule(
-            unit_norm(q_BTHK),
+            q_BTHK,
             *writes,
             **options,
             initial_state_BJKV=state_BJKV,
+            rows=batch.rows,
             backend=self.mixer.kernel,
         )
         if batch.cache is not None:
