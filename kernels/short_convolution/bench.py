@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ def sweep() -> None:
     rows = []
     for block_t, block_e, warps in itertools.product((16, 32, 64), (32, 64, 128), (1, 2, 4)):
         launch = Launch(block_t, block_e, warps)
-        forms = {
+        forms: dict[str, Callable] = {
             "fwd": lambda p=launch: convolve(x_TBE, weight_EW, position_T, y_TBE, True, p),
             "slope": lambda p=launch: slopes(x_TBE, weight_EW, position_T, dy_TBE, p),
         }
