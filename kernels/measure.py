@@ -10,13 +10,21 @@ from torch import Tensor
 PACKAGES = ("torch", "triton", "fla-core", "flash-linear-attention", "flash-qla")
 
 
+BUSY_CYCLES = 2_000_000
+"""About a millisecond."""
+
+
 def time_ms(run: Callable[[], object], warm_up: int = 3, repeats: int = 12) -> float:
-    """Median milliseconds of `run()` on the current GPU, by CUDA events."""
+    """Median milliseconds of `run()` on the current GPU, by CUDA events.
+
+    The GPU is kept busy until everything is launched, as in training, where the host runs ahead.
+    """
     for _ in range(warm_up):
         run()
     times_ms = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(BUSY_CYCLES)
         start.record()
         run()
         end.record()

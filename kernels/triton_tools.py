@@ -1,13 +1,32 @@
 """What the Triton kernels share."""
 
 import os
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+Form = Literal["torch", "triton"]
+
+
+def form_for(x: Tensor, backend: Form | None) -> Form:
+    """Of an op that has one form for each device: Triton's on a GPU, torch's elsewhere.
+
+    Raises:
+        ValueError: a dtype or device that Triton's form cannot take.
+    """
+    form: Form = backend or ("triton" if x.is_cuda else "torch")
+    if form == "triton" and not INTERPRETED and not x.is_cuda:
+        raise ValueError(f"a tensor on {x.device}: the triton form runs on a GPU")
+    if form == "triton" and x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"a tensor of {x.dtype}: the triton form takes bf16, fp16 and fp32")
+    return form
 
 
 def product_dtype(dtype: torch.dtype) -> tl.dtype:

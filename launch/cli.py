@@ -95,6 +95,7 @@ def quickstart(
 
 def mount_parts() -> None:
     from mixtron.data_prep.cli import app as prep
+    from mixtron.launch.bench.cli import app as bench
     from mixtron.launch.checkpoint_cli import app as ckpt
     from mixtron.launch.eval_cli import app as evaluation
     from mixtron.launch.slurm.cli import add_to
@@ -104,6 +105,7 @@ def mount_parts() -> None:
     app.add_typer(prep, name="prep", help="Corpora into indexed shards.")
     app.add_typer(ckpt, name="ckpt", help="Look at checkpoints; check, compare, convert them.")
     app.add_typer(evaluation, name="eval")
+    app.add_typer(bench, name="bench")
     app.add_typer(spectral, name="spectral", help="Routing and filtering in attention heads.")
 
 

@@ -36,7 +36,8 @@ def evaluate(
                 for i in range(mine, mine + config.training.micro_batch_sequences)
             ]
             micro = collate(samples, EVALUATION_STEP, ranks)
-            loss_sum, tokens = run_micro_batches(wrapped, config, ranks, [micro], train=False)
+            totals = run_micro_batches(wrapped, config, ranks, [micro], train=False)
+            loss_sum, tokens = totals.tolist()
             total, count = total + loss_sum, count + tokens
         losses[name] = total / count
     return losses

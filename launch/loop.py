@@ -22,7 +22,7 @@ from mixtron.launch.saver import Saver
 from mixtron.launch.schedule import learning_rate
 from mixtron.launch.signals import StopFlag
 from mixtron.launch.stragglers import compare_ranks
-from mixtron.megatron_ext.optimizer import clip_and_step, discard_gradients, set_learning_rate
+from mixtron.megatron_ext.optimizer import clip_and_step, set_learning_rate
 from mixtron.megatron_ext.parallel import Ranks
 from mixtron.megatron_ext.scalars import Scalars
 
@@ -153,21 +153,18 @@ def train_step(run: Run) -> dict[str, float]:
     for first in range(ranks.data_rank * per_micro, len(plan), ranks.data_size * per_micro):
         samples = [run.data.read(entry) for entry in plan[first : first + per_micro]]
         micro_batches.append(collate(samples, step, ranks, scalars))
-    loss_sum, tokens = run_micro_batches(run.wrapped, config, ranks, micro_batches, train=True)
-    loss = loss_sum / max(tokens, 1)
-    grad_norm, applied = math.nan, False
-    if math.isfinite(loss):
-        grad_norm, applied = clip_and_step(run.optimizer, config.optimizer.clip_grad_norm)
-    else:
-        discard_gradients(run.optimizer)
+    totals = run_micro_batches(run.wrapped, config, ranks, micro_batches, train=True)
+    clip = config.optimizer.clip_grad_norm
+    grad_norm, applied = clip_and_step(run.optimizer, clip, totals[0])
+    loss_sum, tokens = totals.tolist()
 
     progress.step = step
     progress.samples += len(plan)
-    progress.tokens += tokens
+    progress.tokens += int(tokens)
     progress.skipped_in_a_row = 0 if applied else progress.skipped_in_a_row + 1
     progress.skipped_steps += not applied
     return {
-        "train/loss": loss,
+        "train/loss": loss_sum / max(tokens, 1),
         "train/lr": lr,
         "train/grad_norm": grad_norm,
         "train/tokens": progress.tokens,

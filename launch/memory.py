@@ -9,6 +9,8 @@ from mixtron.launch.estimate import NORM_PARAMETERS
 
 ZERO_MAX_LIVE = 1_000_000_000
 """DeepSpeed's default for `stage3_max_live_parameters`."""
+CHUNK_LOGITS = 2**27
+"""Of kernels/linear_cross_entropy/op.py, which imports torch."""
 MASK_BYTES = 1
 """Of a dropout mask, an element."""
 
@@ -26,12 +28,10 @@ def stage_memory(config: RunConfig, world_size: int, stage: int) -> dict[str, fl
     # The optimizer's state is spread over all ranks that hold the same parameters.
     owned = held / (world_size // (parallel.tensor * parallel.pipeline))
     activations = _activations(config, world_size, stage)
-    # Adam's square root of the second moments, when all activations are gone; ZeRO's is fused.
-    optimizer_step = 4 * owned - activations if config.zero is None else 0
     return {
         **(zero_states if config.zero else _model_states)(config, held, owned),
         "activations": activations,
-        "temporary": max(_loss(config, stage), _layer_backward(config, stage), optimizer_step)
+        "temporary": max(_loss(config, stage), _layer_backward(config, stage))
         + _gathered_sequence(config),
     }
 
@@ -136,6 +136,8 @@ def _activations(config: RunConfig, world_size: int, stage: int) -> float:
     per_token *= _passes_in_flight(config, world_size, stage)
     if stage == config.parallel.pipeline - 1:
         per_token += _norm_bytes(config)  # the final norm's
+    if stage == 0 and config.model.dropout > 0:
+        per_token += _residual_bytes(config) / element_bytes(config) * MASK_BYTES
     return per_token * micro_batch_tokens(config)
 
 
@@ -211,18 +213,22 @@ def _layer_backward(config: RunConfig, stage: int) -> float:
     return max(needs)
 
 
+def chunk_logit_bytes(config: RunConfig) -> float:
+    """Logits that the loss holds at once."""
+    entries = config.model.padded_vocab_size / config.parallel.tensor
+    tokens = min(micro_batch_tokens(config), max(128, CHUNK_LOGITS // entries // 128 * 128))
+    return tokens * entries * element_bytes(config)
+
+
 def _loss(config: RunConfig, stage: int) -> float:
-    """Logits around the cross-entropy, on the last stage; gone when the layers' backward begins."""
+    """The loss's backward on the last stage; gone when the layers' backward begins."""
     if stage != config.parallel.pipeline - 1:
         return 0.0
-    model, element = config.model, element_bytes(config)
-    # In fp32, where the softmax and then its gradient replace them in place.
-    per_logit = 4.0
-    # In the model's dtype: before the cast, and as the gradient that leaves it.
-    per_logit += element if element < 4 else 0
-    # Hiding the padding copies them.
-    per_logit += 4 if model.padded_vocab_size > model.vocab_size else 0
-    return per_logit * micro_batch_tokens(config) * model.padded_vocab_size / config.parallel.tensor
+    model, parallel = config.model, config.parallel
+    # The weight's gradient, a fp32 sum that a chunk's product is added to; the hidden states'.
+    weight = 2 * 4 * model.padded_vocab_size * model.hidden_size / parallel.tensor
+    hidden = micro_batch_tokens(config) * model.hidden_size * element_bytes(config)
+    return chunk_logit_bytes(config) + weight + hidden
 
 
 def _gathered_sequence(config: RunConfig) -> float:

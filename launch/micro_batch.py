@@ -70,11 +70,12 @@ def collate(
 
 def run_micro_batches(
     wrapped: list, config: RunConfig, ranks: Ranks, micro_batches: list[MicroBatch], *, train: bool
-) -> tuple[float, int]:
+) -> Tensor:
     """Forward (and backward when training) of this rank's micro-batches through the pipeline.
 
     Returns:
-        The loss summed over valid tokens and their number, over all ranks; equal on every rank.
+        [2] fp64 on the device, which may still be at work: the loss summed over valid tokens and
+        their number, over all ranks; equal on every rank.
     """
     for chunk in wrapped:
         chunk.train(train)
@@ -104,8 +105,7 @@ def run_micro_batches(
         totals += result
     dist.all_reduce(totals, group=ranks.groups.dp_cp)
     dist.all_reduce(totals, group=ranks.groups.pp)
-    loss_sum, count = totals.tolist()
-    return loss_sum, int(count)
+    return totals
 
 
 def _masked_sum(mask_BT: Tensor, loss_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:

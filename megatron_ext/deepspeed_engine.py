@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mixtron.megatron_ext.config import DeepSpeedConfig, OptimizerConfig
 from mixtron.megatron_ext.errors import ConfigError
-from mixtron.megatron_ext.optimizer import clip_and_step, discard_gradients
+from mixtron.megatron_ext.optimizer import clip_and_step
 from mixtron.megatron_ext.optimizer_state import (
     Fragment,
     adam_states,
@@ -166,13 +166,10 @@ class ZeroOptimizer:
 
 
 @clip_and_step.register
-def _(optimizer: ZeroOptimizer, clip_grad_norm: float) -> tuple[float, bool]:
-    return optimizer.step(clip_grad_norm, discard=False)
-
-
-@discard_gradients.register
-def _(optimizer: ZeroOptimizer) -> None:
-    optimizer.step(0.0, discard=True)
+def _(
+    optimizer: ZeroOptimizer, clip_grad_norm: float, loss: Tensor | None = None
+) -> tuple[float, bool]:
+    return optimizer.step(clip_grad_norm, discard=loss is not None and not loss.isfinite())
 
 
 @optimizer_shards.register

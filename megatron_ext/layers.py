@@ -15,6 +15,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
+from mixtron.kernels.norms import rms_norm
 from mixtron.kernels.short_convolution import short_convolution
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import rows_before
@@ -41,7 +42,7 @@ class RMSNorm(nn.Module):
         self.weight = _of_channels(config, hidden_size, 1.0)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        return rms_norm(hidden, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -55,6 +56,14 @@ class LayerNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def gated_norm(o_BTJV: Tensor, weight_V: Tensor, eps: float, gate_TBE: Tensor) -> Tensor:
+    """RMSNorm of each value head times SiLU(gate), [T, B, J V]."""
+    gate_BTJV = gate_TBE.transpose(0, 1).unflatten(-1, o_BTJV.shape[2:])
+    o_BTJV = rms_norm(o_BTJV, weight_V, eps, gate=gate_BTJV)
+    # Through reshape for its strides: products of a transposed view go token by token.
+    return o_BTJV.flatten(2).transpose(0, 1).reshape(gate_TBE.shape)
 
 
 def _of_channels(config: TransformerConfig, hidden_size: int, start: float) -> nn.Parameter:
@@ -225,7 +234,7 @@ class ShortConvolution(ShardedModule):
     ):
         super().__init__(config, tp_group)
         self.cp_group = cp_group
-        self.activation = F.silu if silu else nn.Identity()
+        self.silu = silu
         bound = width**-0.5
         self.weight = self.new_parameter(
             (sum(components.values()) // tp_group.size(), width),
@@ -237,10 +246,20 @@ class ShortConvolution(ShardedModule):
     def forward(self, x_TBE: Tensor, batch: Batch) -> Tensor:
         halo, position_T = self.weight.shape[1] - 1, batch.position_ids
         if batch.context_size == 1 or halo == 0:
-            return self.activation(short_convolution(x_TBE, self.weight, position_T))
+            return short_convolution(x_TBE, self.weight, position_T, silu=self.silu)
         x_TBE = torch.cat([rows_before(x_TBE, halo, self.cp_group), x_TBE])
         position_T = F.pad(position_T, (halo, 0))
-        return self.activation(short_convolution(x_TBE, self.weight, position_T)[halo:])
+        return short_convolution(x_TBE, self.weight, position_T, silu=self.silu)[halo:]
+
+    def separately(self, parts_TBE: list[Tensor], batch: Batch) -> list[Tensor]:
+        """`forward` of the components, which stay tensors of their own."""
+        sizes = [part.shape[-1] for part in parts_TBE]
+        if batch.context_size > 1:
+            return list(self(torch.cat(parts_TBE, dim=-1), batch).split(sizes, dim=-1))
+        return [
+            short_convolution(part, weight, batch.position_ids, silu=self.silu)
+            for part, weight in zip(parts_TBE, self.weight.split(sizes), strict=True)
+        ]
 
     def tail(self, x_TBE: Tensor) -> Tensor:
         """The inputs [B, width - 1, E] that the next tokens still reach; zeros before the first."""
@@ -251,4 +270,5 @@ class ShortConvolution(ShardedModule):
         """The next token of each sequence: its output [B, E] and the new tail."""
         window_BWE = torch.cat([tail_BWE, x_BE[:, None]], dim=1)
         y_BE = (window_BWE.float() * self.weight.float().t().flip(0)).sum(1)
-        return self.activation(y_BE.to(x_BE.dtype)), window_BWE[:, 1:]
+        y_BE = y_BE.to(x_BE.dtype)
+        return F.silu(y_BE) if self.silu else y_BE, window_BWE[:, 1:]

@@ -14,10 +14,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel.utils import is_vp_first_stage, is_vp_last_stage
-from megatron.core.tensor_parallel import (
-    gather_from_tensor_model_parallel_region,
-    vocab_parallel_cross_entropy,
-)
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -33,6 +30,7 @@ from mixtron.megatron_ext.config import ModelConfig, ParallelConfig
 from mixtron.megatron_ext.layers import LayerNorm, RMSNorm
 from mixtron.megatron_ext.mixers import mixer_module
 from mixtron.megatron_ext.mixers.base import MixerConfig
+from mixtron.megatron_ext.output_layer import OutputLayer, used_entries
 from mixtron.megatron_ext.parallel import Ranks
 from mixtron.megatron_ext.parameters import declare, initialise, normal, residual_std
 
@@ -132,6 +130,9 @@ def build_model(
             pg_collection=ranks.groups,
             vp_stage=vp_stage,
         )
+        if chunk.post_process:
+            # Megatron makes the layer itself; ours has the same parameters and a loss of its own.
+            chunk.output_layer.__class__ = OutputLayer  # type: ignore[assignment]
         _declare_library_parameters(chunk, model)
         if model.norm == "none":
             _scale_instead_of_norms(chunk, model)
@@ -229,7 +230,7 @@ def masked_logits(model: ModelConfig, ranks: Ranks, logits_TBV: Tensor) -> Tenso
     """fp32 logits of this rank's share of the vocabulary; padding entries can never be chosen."""
     logits_TBV = logits_TBV.float()
     local = logits_TBV.shape[-1]
-    used = min(max(model.vocab_size - ranks.tensor_rank * local, 0), local)
+    used = used_entries(local, model.vocab_size, ranks.tensor_rank)
     if used < local:
         logits_TBV = logits_TBV.clone()
         logits_TBV[..., used:] = torch.finfo(torch.float32).min
@@ -252,13 +253,15 @@ def forward(
     """
 
     def head(*, hidden_states, output_layer, output_weight, **_):
+        if labels_BT is not None:
+            return output_layer(
+                hidden_states,
+                weight=output_weight,
+                labels_BT=labels_BT,
+                vocab_size=model.vocab_size,
+            )
         logits_TBV, _ = output_layer(hidden_states, weight=output_weight)
         logits_TBV = masked_logits(model, ranks, logits_TBV)
-        if labels_BT is not None:
-            loss_TB = vocab_parallel_cross_entropy(
-                logits_TBV, labels_BT.t(), tp_group=ranks.groups.tp
-            )
-            return loss_TB.t()
         gathered = gather_from_tensor_model_parallel_region(logits_TBV, group=ranks.groups.tp)
         return gathered[..., : model.vocab_size].transpose(0, 1)
 

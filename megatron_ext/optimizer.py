@@ -4,10 +4,10 @@
 """
 
 import functools
-import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import optimizer as library
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -16,7 +16,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
 
 from mixtron.megatron_ext.config import OptimizerConfig, ParallelConfig
 from mixtron.megatron_ext.parallel import Ranks
@@ -80,32 +80,49 @@ def build_optimizer(
     )
     # Else another library's Adam is taken where one is installed, and its state differs.
     library.USING_PYTORCH_OPTIMIZER = True
-    return get_megatron_optimizer(config, wrapped, use_gloo_process_groups=True)
+    built = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=True)
+    for group in built.param_groups:
+        group["fused"] = True  # one kernel for all parameters, which also clips
+    return built
 
 
 @functools.singledispatch
-def clip_and_step(optimizer: MegatronOptimizer, clip_grad_norm: float) -> tuple[float, bool]:
-    """Clips to the global norm and applies AdamW, unless the norm is not finite.
+def clip_and_step(
+    optimizer: MegatronOptimizer, clip_grad_norm: float, loss: Tensor | None = None
+) -> tuple[float, bool]:
+    """Clips to the global norm and applies AdamW, unless the norm or the loss is not finite.
 
+    Everything is launched before the host waits for the norm: the kernel that updates the
+    parameters reads from the device what to divide by, and whether to do anything.
+
+    Args:
+        loss: 0-dimensional, on the device, equal on every rank.
     Returns:
         The gradient norm before clipping, equal on every rank, and whether the step was applied.
     """
     optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
-        return norm, False
-    if clip_grad_norm > 0:
-        for part in optimizer.chained_optimizers:  # type: ignore[attr-defined]
-            parameters = part.get_parameters()
-            if parameters:
-                clip_grad_by_total_norm_fp32(parameters, clip_grad_norm, norm)
+    norm = gradient_norm(optimizer)
+    finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
+    divisor = ((norm + 1e-6) / clip_grad_norm).clamp_min(1) if clip_grad_norm > 0 else None
+    for part in optimizer.chained_optimizers:  # type: ignore[attr-defined]
+        if not part.is_stub_optimizer:
+            part.optimizer.grad_scale = divisor
+            part.optimizer.found_inf = 1 - finite.float()
     optimizer.step_with_ready_grads()
-    return norm, True
+    value, applied = torch.stack([norm, finite.float()]).tolist()
+    return value, bool(applied)
 
 
-@functools.singledispatch
-def discard_gradients(optimizer: MegatronOptimizer) -> None:
-    """After a backward that no step follows: nothing, the buffers are zeroed before the next."""
+def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
+    """The norm of all ranks' gradients, counted once each, on the device; 0-dimensional fp32."""
+    parts = optimizer.chained_optimizers  # type: ignore[attr-defined]
+    gradients = [gradient for part in parts for gradient in part.get_grads_for_grad_norm()]
+    squares = torch.zeros((), device=torch.cuda.current_device())
+    if gradients:
+        norms = torch._foreach_norm(gradients)  # type: ignore[attr-defined]
+        squares = torch.stack(norms).square().sum()
+    dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())  # type: ignore
+    return squares.sqrt()
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

@@ -84,10 +84,11 @@ def set_optimizer_step(optimizer: MegatronOptimizer, step: int) -> None:
 
 def allocate_moments(adam: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
     """What AdamW makes at its first step."""
+    # The fused kernel counts steps on the device.
+    fused = any(group.get("fused") for group in adam.param_groups)
     for parameter in parameters:
         state = adam.state[parameter]
         if not state:
-            fused = adam.defaults.get("fused")
             state["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
             state["exp_avg"] = torch.zeros_like(parameter.detach())
             state["exp_avg_sq"] = torch.zeros_like(parameter.detach())

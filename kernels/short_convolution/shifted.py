@@ -4,25 +4,8 @@ import torch
 from torch import Tensor
 
 
-def short_convolution(x_TBE: Tensor, weight_EW: Tensor, position_T: Tensor) -> Tensor:
-    """Causal depthwise convolution that does not reach over a document's start.
-
-    y_t = sum over i < W of weight[:, i] * x_{t-i}, where t-i is in t's document.
-
-    Args:
-        x_TBE       [T, B, E]  any float dtype; the same documents in every column of B.
-        weight_EW   [E, W]     tap i weighs the token i steps back. Products are summed in fp32.
-        position_T  [T]        each token's position in its document. It must be below T + 1 steps
-                               from the stream's start, i.e. the stream begins a document.
-    Returns:
-        [T, B, E] in x's dtype.
-    Raises:
-        ValueError: shapes that do not fit.
-    """
-    if x_TBE.dim() != 3 or weight_EW.shape[:1] != x_TBE.shape[2:]:
-        raise ValueError(f"weight {list(weight_EW.shape)} does not fit x {list(x_TBE.shape)}")
-    if position_T.shape != x_TBE.shape[:1]:
-        raise ValueError(f"position {list(position_T.shape)} does not fit x {list(x_TBE.shape)}")
+def short_convolution_shifted(x_TBE: Tensor, weight_EW: Tensor, position_T: Tensor) -> Tensor:
+    """Arguments and result of `short_convolution`, without SiLU."""
     return _ShortConvolution.apply(x_TBE, weight_EW, position_T)  # type: ignore[return-value]
 
 

@@ -280,10 +280,11 @@ def accumulate_gradients(model: Model, batches: list[MicroBatch]) -> tuple[float
         chunk.zero_grad_buffer()
     model.optimizer.zero_grad()  # type: ignore[attr-defined]
     totals = run_micro_batches(model.wrapped, model.config, model.ranks, batches, train=True)
+    loss_sum, tokens = totals.tolist()
     for chunk in model.wrapped:
         for bucket_group in chunk.bucket_groups:
             group = bucket_group.intra_distributed_optimizer_instance_group
             for bucket in bucket_group.buckets:
                 shards = list(bucket.grad_data.chunk(group.size()))
                 dist.all_gather(shards, shards[group.rank()].clone(), group=group)
-    return totals
+    return loss_sum, int(tokens)

@@ -1,9 +1,10 @@
 """What a forward keeps on a GPU, without one: `python -m tests.launch.fake_gpu CONFIG...`.
 
 The model runs on tensors that have shapes, dtypes and the device `cuda`, but no storage: torch
-chooses the kernels and autograd formulas that it would choose on a GPU. Prints JSON, a line for
-each config: bytes that are alive after the forward, weights and inputs left out, and the most that
-were in between. It patches what it needs, so it is a process of its own. Backward needs a driver.
+chooses the kernels and autograd formulas that it would choose on a GPU; Triton's are not launched.
+Prints JSON, a line for each config: bytes that are alive after the forward, weights and inputs left
+out, and the most that were in between. It patches what it needs, so it is a process of its own.
+Backward needs a driver.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import JITFunction
 
 from mixtron.launch.config import RunConfig, load_config
 from mixtron.megatron_ext import cpu_backend, model
@@ -90,6 +92,10 @@ def gpu_options(*args, **kwargs):
     return config
 
 
+def not_launched(*args, **kwargs) -> None:
+    """Instead of a kernel. A mock would keep the tensors that it was called with."""
+
+
 OPTIONS = model.transformer_config
 
 if __name__ == "__main__":
@@ -100,6 +106,7 @@ if __name__ == "__main__":
     with (
         mock.patch.object(torch.cuda, "current_device", return_value=GPU),
         mock.patch.object(dist, "all_reduce"),
+        mock.patch.object(JITFunction, "run", not_launched),
         mock.patch.object(torch.nn.Module, "to", lambda module, *args, **kwargs: module),
         mock.patch.object(model, "initialise"),
         mock.patch.object(model, "transformer_config", gpu_options),

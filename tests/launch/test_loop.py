@@ -29,11 +29,11 @@ def train_with_faults(config_path: str, bad_steps: list[int], bad_rank: int) -> 
     plain = loop.clip_and_step
     weights = []
 
-    def poisoned(optimizer, clip):
+    def poisoned(optimizer, clip, loss):
         weights.append(torch.cat([p.detach().flatten() for p in run.wrapped[0].parameters()]))
         if run.progress.step + 1 in bad_steps and run.ranks.world_rank == bad_rank:
             next(run.wrapped[0].parameters()).main_grad.fill_(math.nan)
-        return plain(optimizer, clip)
+        return plain(optimizer, clip, loss)
 
     loop.clip_and_step = poisoned
     try:

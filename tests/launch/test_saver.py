@@ -163,9 +163,9 @@ def train_with_bad_gradients(config: str, overrides: list[str], stop_at: int):
     """No gradient is finite from step 5 on."""
     clip_and_step, steps = loop.clip_and_step, []
 
-    def poisoned(optimizer, clip):
+    def poisoned(optimizer, clip, loss):
         steps.append(1)
-        return (math.nan, False) if len(steps) >= 5 else clip_and_step(optimizer, clip)
+        return (math.nan, False) if len(steps) >= 5 else clip_and_step(optimizer, clip, loss)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "clip_and_step", poisoned)

@@ -15,7 +15,7 @@ from mixtron.megatron_ext.config import ParallelConfig
 from mixtron.megatron_ext.mixers.kla.config import Config as KLA
 from mixtron.megatron_ext.model import build_model, forward
 from mixtron.megatron_ext.optimizer import build_optimizer, clip_and_step, wrap_model
-from mixtron.megatron_ext.optimizer_state import optimizer_shards
+from mixtron.megatron_ext.optimizer_state import optimizer_shards, weight_shards
 from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
 
 ROOT = Path(__file__).parents[2]
@@ -85,11 +85,7 @@ class ToyRun:
         for chunk in self.wrapped:
             for parameter in chunk.module.parameters():
                 digest.update(parameter.detach().float().numpy().tobytes())
-        metadata = {"non_homogeneous_layers": True, "dp_cp_group": self.ranks.groups.dp_cp}
-        model = {
-            i: chunk.module.sharded_state_dict(metadata=metadata)
-            for i, chunk in enumerate(self.wrapped)
-        }
+        model = {i: weight_shards(c.module, self.ranks) for i, c in enumerate(self.wrapped)}
         for shard in optimizer_shards(self.optimizer, model):
             digest.update(shard.data.numpy().tobytes())  # type: ignore[union-attr]
         return digest.hexdigest()

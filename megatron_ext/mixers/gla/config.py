@@ -72,11 +72,11 @@ class Config(MixerConfig):
         self, hidden_size: int, tensor: int, bytes_per_element: int
     ) -> float:
         key, value = self.widths()
-        # The projection's output, of which q, k, v and the gate are views; the op's output, the
-        # norm's, SiLU(gate), and their product.
-        elements = sum(self.components().values()) + 4 * value
-        # Logsigmoid's input, the log decay, and the norm's statistics.
-        fp32 = 2 * key + self.heads
+        # The projection's output, of which q, k, v and the gate are views; the op's output and the
+        # norm's.
+        elements = sum(self.components().values()) + 2 * value
+        # Logsigmoid's input and the log decay.
+        fp32 = 2 * key
         if self.kernel == "triton":
             # q, k and v row by row; each chunk's scores, and the state before it. The log decay is
             # kept as its running sum.

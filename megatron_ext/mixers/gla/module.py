@@ -12,7 +12,12 @@ from mixtron.kernels.gated_linear_attention import (
 )
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import state_before
-from mixtron.megatron_ext.layers import FusedColumnParallel, OutputProjection, ShardedModule
+from mixtron.megatron_ext.layers import (
+    FusedColumnParallel,
+    OutputProjection,
+    ShardedModule,
+    gated_norm,
+)
 from mixtron.megatron_ext.mixers.gla.config import Config
 from mixtron.megatron_ext.parameters import constant, normal, replicated
 
@@ -65,8 +70,7 @@ class Mixer(ShardedModule):
         )
         o_BTHV = self._decode(inputs, batch) if batch.decoding else self._mix(inputs, batch)
         (weight,) = replicated(self.tp_group, self.norm_weight)
-        o_BTHV = F.rms_norm(o_BTHV, weight.shape, weight, self.config.layernorm_epsilon)
-        return self.out_proj(o_BTHV.flatten(2).transpose(0, 1) * F.silu(gate_TBE))
+        return self.out_proj(gated_norm(o_BTHV, weight, self.config.layernorm_epsilon, gate_TBE))
 
     def _mix(self, inputs: tuple[Tensor, ...], batch: Batch) -> Tensor:
         """The whole stream, or this context rank's share of it. [B, T, H, V]."""

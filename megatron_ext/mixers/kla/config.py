@@ -102,20 +102,12 @@ class Config(MixerConfig):
         self, hidden_size: int, tensor: int, bytes_per_element: int
     ) -> float:
         key, value = self.heads * self.key_dim, self.value_heads * self.value_dim
-        # The convolution's input and output, and SiLU's output, of which k and v are views.
-        elements = 3 * sum(self.convolved().values())
-        elements += value  # the op's output, kept by the norm
-        fp32 = self.value_heads  # the norm's statistics
-        if self.output_gate:
-            # The projection's output, kept by the gate's view of it; the norm's output,
-            # SiLU(gate) and their product.
-            elements += sum(self.components().values()) + 3 * value
-        else:
-            elements += value  # the norm's output
-        normalised = 2 if self.normalize_keys else 1
-        elements += normalised * key
-        fp32 += normalised * (key + 2 * self.heads)  # before the division, and the norms
-        fp32 += self.value_heads  # eta
+        # The projection's output, of which the convolution's inputs and the gate are views, and the
+        # convolution's outputs.
+        elements = sum(self.components().values()) + sum(self.convolved().values())
+        elements += 2 * value  # the op's output and the norm's
+        elements += (2 if self.normalize_keys else 1) * key  # normalised
+        fp32 = self.value_heads  # eta
         if self.decay == "gated":
             fp32 += 3 * self.value_heads  # softplus' input and output, the log decay
         kept = elements * bytes_per_element + 4 * fp32
@@ -133,17 +125,16 @@ class Config(MixerConfig):
         # kernels/delta_rule/chunk.py).
         chunks = min(tokens / CHUNK * self.value_heads / tensor, SEGMENT_CHUNKS)
         chunk = 7 * CHUNK * key + 3 * CHUNK * value + 6 * CHUNK**2 + 2 * key**2 + 4 * key * value
-        # The gate's operands are gone by then, in their stead there are gradients of two.
-        gone = 2 * self.value_heads * value * bytes_per_element if self.output_gate else 0
-        segment = 4 * chunks * chunk - tokens * gone / tensor
+        # What the norm and the projection kept is gone by then, in its stead there are gradients of
+        # output and gate.
+        segment = 4 * chunks * chunk
         if self.kernel == "triton":
             # The gradients of every chunk's state, and of q, k and v.
             gradients = key * value / CHUNK + 2 * key + value
             segment = tokens * self.value_heads * gradients * bytes_per_element / tensor
-        # The convolution's: gradients of its output, of its input, and one shifted, in fp32; what
-        # the op and SiLU kept is gone.
-        convolution = tokens * convolved / tensor * (3 * 4 - bytes_per_element)
-        return max(segment, convolution)
+        # The convolution's: gradients of its output and input, and of the whole projection's.
+        rows = 2 * convolved + sum(self.components().values())
+        return max(segment, tokens * rows * bytes_per_element / tensor)
 
     def context_bytes_sent(
         self, tokens: int, tensor: int, context: int, element: int, longest: int

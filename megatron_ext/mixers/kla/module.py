@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixtron.kernels.delta_rule import delta_rule, delta_rule_segment_map, delta_rule_step
+from mixtron.kernels.norms import rms_norm, unit_norm
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import (
     StateExchange,
@@ -16,6 +17,7 @@ from mixtron.megatron_ext.layers import (
     OutputProjection,
     ShardedModule,
     ShortConvolution,
+    gated_norm,
 )
 from mixtron.megatron_ext.mixers.kla.config import Config
 from mixtron.megatron_ext.parameters import (
@@ -68,23 +70,19 @@ class Mixer(ShardedModule):
         batch, mixer = packed_seq_params, self.mixer
         assert batch is not None
         parts = dict(zip(mixer.components(), self.in_proj(hidden_TBD), strict=True))
-        raw_TBE = torch.cat([parts[name] for name in mixer.convolved()], dim=-1)
-        if batch.decoding:
-            o_BTJV = self._decode(raw_TBE, parts, batch)
-        else:
-            o_BTJV = self._mix(raw_TBE, parts, batch)
+        raw = [parts[name] for name in mixer.convolved()]
+        o_BTJV = (self._decode if batch.decoding else self._mix)(raw, parts, batch)
         (weight,) = replicated(self.tp_group, self.norm_weight)
-        o_BTJV = F.rms_norm(o_BTJV, weight.shape, weight, self.config.layernorm_epsilon)
-        o_TBE = o_BTJV.flatten(2).transpose(0, 1)
+        eps = self.config.layernorm_epsilon
         if mixer.output_gate:
-            o_TBE = o_TBE * F.silu(parts["gate"])
-        return self.out_proj(o_TBE)
+            return self.out_proj(gated_norm(o_BTJV, weight, eps, parts["gate"]))
+        return self.out_proj(rms_norm(o_BTJV, weight, eps).flatten(2).transpose(0, 1))
 
-    def _mix(self, raw_TBE: Tensor, parts: dict[str, Tensor], batch: Batch) -> Tensor:
+    def _mix(self, raw: list[Tensor], parts: dict[str, Tensor], batch: Batch) -> Tensor:
         """The whole stream, or this context rank's share of it. [B, T, J, V]."""
-        q_BTHK, *writes = self._inputs(self.convolution(raw_TBE, batch), parts)
+        q_BTHK, *writes = self._inputs(self.convolution.separately(raw, batch), parts)
         if batch.context_size > 1 and self.mixer.context_exchange == "heads":
-            return self._mix_exchanged(_unit(q_BTHK), writes, batch)
+            return self._mix_exchanged(unit_norm(q_BTHK), writes, batch)
         options = {"step_size": self.mixer.step_size, "cu_seqlens": batch.local_cu_seqlens}
         exchange = state_BJKV = None
         if batch.context_size > 1:
@@ -93,7 +91,7 @@ class Mixer(ShardedModule):
                 batch.position_ids[0] == 0,
                 self.cp_group,
             )
-        q_BTHK = _unit(q_BTHK)
+        q_BTHK = unit_norm(q_BTHK)
         if exchange is not None:
             state_BJKV = exchange.state()
         o_BTJV, state_BJKV = delta_rule(
@@ -105,7 +103,7 @@ class Mixer(ShardedModule):
             backend=self.mixer.kernel,
         )
         if batch.cache is not None:
-            tail = self.convolution.tail(raw_TBE)
+            tail = self.convolution.tail(torch.cat(raw, dim=-1))
             batch.cache.layers[self.layer_number] = {"state": state_BJKV, "tail": tail}
         return o_BTJV
 
@@ -130,15 +128,18 @@ class Mixer(ShardedModule):
         )
         return heads_to_sequence(o_BTJV[0], self.cp_group)[None]
 
-    def _decode(self, raw_TBE: Tensor, parts: dict[str, Tensor], batch: Batch) -> Tensor:
+    def _decode(self, raw: list[Tensor], parts: dict[str, Tensor], batch: Batch) -> Tensor:
         """The next token of each cached sequence; they lie along T. [1, T, J, V]."""
         assert batch.cache is not None
         cached = batch.cache.layers[self.layer_number]
-        convolved_TE, cached["tail"] = self.convolution.step(raw_TBE[:, 0], cached["tail"])
-        q, k, v, log_decay, eta = self._inputs(convolved_TE[:, None], parts)
+        new_TE = torch.cat(raw, dim=-1)[:, 0]
+        convolved_TE, cached["tail"] = self.convolution.step(new_TE, cached["tail"])
+        sizes = [part.shape[-1] for part in raw]
+        convolved = list(convolved_TE[:, None].split(sizes, dim=-1))
+        q, k, v, log_decay, eta = self._inputs(convolved, parts)
         o_TJV, cached["state"] = delta_rule_step(
             cached["state"],
-            _unit(q[0]),
+            unit_norm(q[0]),
             k[0],
             v[0],
             None if log_decay is None else log_decay[0],
@@ -147,31 +148,22 @@ class Mixer(ShardedModule):
         )
         return o_TJV[None]
 
-    def _inputs(self, convolved_TBE: Tensor, parts: dict[str, Tensor]) -> tuple:
+    def _inputs(self, convolved: list[Tensor], parts: dict[str, Tensor]) -> tuple:
         """q (not yet normalised), k, v, log decay (None without) and eta, batch first."""
-        q_BTHK, k_BTHK, v_BTJV = self._heads(convolved_TBE)
-        if self.mixer.normalize_keys:
-            k_BTHK = _unit(k_BTHK)
+        mixer = self.mixer
+        q_BTHK, k_BTHK, v_BTJV = (
+            x_TBE.transpose(0, 1).unflatten(-1, (-1, dim))
+            for x_TBE, dim in zip(
+                convolved, (mixer.key_dim, mixer.key_dim, mixer.value_dim), strict=True
+            )
+        )
+        if mixer.normalize_keys:
+            k_BTHK = unit_norm(k_BTHK)
         log_decay_BTJ = self._log_decay(parts["decay"]) if "decay" in parts else None
         eta_BTJ = parts["step_size"].transpose(0, 1).float().sigmoid()
         return q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ
-
-    def _heads(self, convolved_TBE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        tp, mixer = self.tp_group.size(), self.mixer
-        sizes = [size // tp for size in mixer.convolved().values()]
-        q, k, v = (x.transpose(0, 1) for x in convolved_TBE.split(sizes, dim=-1))
-        return (
-            q.unflatten(-1, (-1, mixer.key_dim)),
-            k.unflatten(-1, (-1, mixer.key_dim)),
-            v.unflatten(-1, (-1, mixer.value_dim)),
-        )
 
     def _log_decay(self, a_TBJ: Tensor) -> Tensor:
         """g = -exp(A_log) softplus(a + dt_bias), fp32 [B, T, J]."""
         dt_BTJ = F.softplus(a_TBJ.transpose(0, 1).float() + self.dt_bias)
         return -self.log_decay_rate.exp() * dt_BTJ
-
-
-def _unit(x_BTHK: Tensor) -> Tensor:
-    """L2-normalised over K, in fp32."""
-    return F.normalize(x_BTHK.float(), dim=-1).to(x_BTHK.dtype)

@@ -138,18 +138,18 @@ class Config(MixerConfig):
         K, V, J, L = self.key_dim, self.value_dim, self.value_heads, self.L
         key, value = self.heads * K, J * V
         # The projection's output, of which gate, decay and levels are views; the convolution's
-        # input and output, and SiLU's output, of which q, k and v are views.
-        elements = sum(self.components().values()) + 3 * sum(self.convolved().values())
+        # input and output, of which q, k and v are views.
+        elements = sum(self.components().values()) + 2 * sum(self.convolved().values())
         if self.base == "gated_linear":
             # The input scaled by dt; the op's output with the skip, SiLU(gate), their product, the
             # norm's output, and that times its weight. Softplus and the log decay; statistics.
             elements += 6 * value
             fp32 = 3 * J + self.heads
         else:
-            # The op's output, the norm's, SiLU(gate), and their product; q and k normalised. Before
-            # their division and their norms; softplus and the log decay, beta, and statistics.
-            elements += 4 * value + 2 * key
-            fp32 = 2 * (key + 2 * self.heads) + 5 * J
+            # The op's output and the norm's; q and k normalised; softplus' input and output, the
+            # log decay, beta.
+            elements += 2 * value + 2 * key
+            fp32 = 4 * J
         # d and lambda; softplus' input; the network's hidden layer.
         of_levels = {"fixed": 0, "linear": 3, "mlp_softplus": 5, "mlp_softmax": 4}
         fp32 += of_levels[self.level_weights] * J * L
@@ -209,9 +209,8 @@ class Config(MixerConfig):
             gradients = 0
         # What followed the op is gone, in its stead there are gradients of output and gate.
         gone = 2 * tokens / tensor * value * bytes_per_element
-        # The convolution's: gradients of its output, of its input, and one shifted, in fp32; what
-        # the op and SiLU kept is gone.
-        convolved = tokens / tensor * sum(self.convolved().values()) * (3 * 4 - bytes_per_element)
+        # The convolution's: gradients of its output and input.
+        convolved = tokens / tensor * sum(self.convolved().values()) * 2 * bytes_per_element
         return max(segment + gradients - gone, convolved)
 
     def context_bytes_sent(

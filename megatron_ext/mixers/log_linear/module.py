@@ -12,6 +12,7 @@ from mixtron.kernels.log_linear_attention import (
     log_linear_step,
     required_levels,
 )
+from mixtron.kernels.norms import unit_norm
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.layers import (
@@ -19,6 +20,7 @@ from mixtron.megatron_ext.layers import (
     OutputProjection,
     ShardedModule,
     ShortConvolution,
+    gated_norm,
 )
 from mixtron.megatron_ext.mixers.log_linear.config import Config
 from mixtron.megatron_ext.mixers.log_linear.context import share_of, states_before
@@ -156,7 +158,7 @@ class Mixer(ShardedModule):
         if mixer.base == "gated_linear":
             scaled_BTJV = (dt_BTJ.unsqueeze(-1) * v_BTJV).to(v_BTJV.dtype)
             return q_BTHK, (k_BTHK, scaled_BTJV, log_decay_BTJ, None), v_BTJV
-        q_BTHK, k_BTHK = (F.normalize(x.float(), dim=-1).to(x.dtype) for x in (q_BTHK, k_BTHK))
+        q_BTHK, k_BTHK = unit_norm(q_BTHK), unit_norm(k_BTHK)
         beta_BTJ = parts["step_size"].transpose(0, 1).float().sigmoid()
         return q_BTHK, (k_BTHK, v_BTJV, log_decay_BTJ, beta_BTJ), v_BTJV
 
@@ -190,8 +192,7 @@ class Mixer(ShardedModule):
         eps = self.config.layernorm_epsilon
         if self.mixer.base == "gated_delta":
             (weight,) = replicated(self.tp_group, self.norm_weight)
-            o_BTJV = F.rms_norm(o_BTJV, weight.shape, weight, eps)
-            return o_BTJV.flatten(2).transpose(0, 1) * F.silu(gate_TBE)
+            return gated_norm(o_BTJV, weight, eps, gate_TBE)
         o_TBE = o_BTJV.flatten(2).transpose(0, 1) * F.silu(gate_TBE)
         o_TBGE = o_TBE.unflatten(-1, (self.mixer.heads // self.tp_group.size(), -1))
         normed_TBGE = F.rms_norm(o_TBGE, o_TBGE.shape[-1:], eps=eps)

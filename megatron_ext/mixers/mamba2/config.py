@@ -84,8 +84,8 @@ class Config(MixerConfig):
     ) -> float:
         value = self.value_heads * self.value_dim
         # The projection's output, which the gate is a view of; the convolution's input and output,
-        # and SiLU's output, of which q, k and v are views.
-        elements = sum(self.components().values()) + 3 * sum(self.convolved().values())
+        # of which q, k and v are views.
+        elements = sum(self.components().values()) + 2 * sum(self.convolved().values())
         # The input scaled by dt; the op's output with the skip, SiLU(gate), their product, the
         # norm's output, and that times its weight.
         elements += 6 * value
@@ -119,9 +119,8 @@ class Config(MixerConfig):
             segment, gradients = tokens * self.value_heads / tensor * numbers, 0
         # What followed the op is gone, in its stead there are gradients of output, skip and gate.
         gone = 2 * tokens / tensor * value * bytes_per_element
-        # The convolution's: gradients of its output, of its input, and one shifted, in fp32; what
-        # the op and SiLU kept is gone.
-        convolved = tokens / tensor * sum(self.convolved().values()) * (3 * 4 - bytes_per_element)
+        # The convolution's: gradients of its output and input.
+        convolved = tokens / tensor * sum(self.convolved().values()) * 2 * bytes_per_element
         return max(segment + gradients - gone, convolved)
 
     def context_bytes_sent(

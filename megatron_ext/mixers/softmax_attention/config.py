@@ -72,8 +72,7 @@ class Config(MixerConfig):
             elements += projected
         if self.qk_norm and self.rope_base is None:
             elements += query if grouped else query + kv  # q (and k) normalised
-        statistics = self.heads + (self.heads + self.kv_heads if self.qk_norm else 0)  # fp32
-        return (elements * bytes_per_element + 4 * statistics) / tensor
+        return (elements * bytes_per_element + 4 * self.heads) / tensor  # log-sum-exp in fp32
 
     def working_bytes(
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int

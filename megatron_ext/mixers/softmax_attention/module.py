@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mixtron.kernels.norms import rms_norm
 from mixtron.kernels.softmax_attention import apply_rope, softmax_attention
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import heads_to_sequence, sequence_to_heads
@@ -69,8 +70,7 @@ class Mixer(ShardedModule):
         if mixer.qk_norm:
             q_weight, k_weight = replicated(self.tp_group, self.q_norm_weight, self.k_norm_weight)
             eps = self.config.layernorm_epsilon
-            q_THK = F.rms_norm(q_THK, q_weight.shape, q_weight, eps)
-            k_TGK = F.rms_norm(k_TGK, k_weight.shape, k_weight, eps)
+            q_THK, k_TGK = rms_norm(q_THK, q_weight, eps), rms_norm(k_TGK, k_weight, eps)
         if mixer.rope_base is not None:
             cos, sin = batch.rope(mixer.rope_base, mixer.head_dim)
             q_THK, k_TGK = apply_rope(q_THK, cos, sin), apply_rope(k_TGK, cos, sin)

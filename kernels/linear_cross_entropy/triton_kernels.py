@@ -1,0 +1,45 @@
+"""One pass over a row of logits for its statistics, and one for its gradient, in place."""
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-1e30)
+"""Instead of -inf, whose difference to itself is no number."""
+
+
+@triton.jit
+def statistics_kernel(
+    logits_CV, label_C, lse_C, label_logit_C, used, V: tl.constexpr, BLOCK_V: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column_V = tl.arange(0, BLOCK_V)
+    logits = logits_CV + row * V
+    top_V = tl.full([BLOCK_V], LOWEST, tl.float32)
+    sum_V = tl.zeros([BLOCK_V], tl.float32)
+    for first in range(0, used, BLOCK_V):
+        x_V = tl.load(logits + first + column_V, first + column_V < used, LOWEST).to(tl.float32)
+        new_V = tl.maximum(top_V, x_V)
+        sum_V = sum_V * tl.exp(top_V - new_V) + tl.exp(x_V - new_V)
+        top_V = new_V
+    top = tl.max(top_V, 0)
+    lse = top + tl.log(tl.sum(sum_V * tl.exp(top_V - top), 0))
+    label = tl.load(label_C + row)
+    here = (label >= 0) & (label < used)
+    tl.store(lse_C + row, lse)
+    tl.store(label_logit_C + row, tl.load(logits + label, here, 0.0).to(tl.float32))
+
+
+@triton.jit
+def gradient_kernel(
+    logits_CV, label_C, lse_C, dloss_C, used, V: tl.constexpr, BLOCK_V: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column_V = tl.arange(0, BLOCK_V)
+    logits = logits_CV + row * V
+    label, lse, dloss = tl.load(label_C + row), tl.load(lse_C + row), tl.load(dloss_C + row)
+    for first in range(0, V, BLOCK_V):
+        v_V = first + column_V
+        x_V = tl.load(logits + v_V, v_V < used, LOWEST).to(tl.float32)
+        gradient_V = (tl.exp(x_V - lse) - tl.where(v_V == label, 1.0, 0.0)) * dloss
+        gradient_V = tl.where(v_V < used, gradient_V, 0.0)
+        tl.store(logits + v_V, gradient_V.to(logits_CV.dtype.element_ty), v_V < V)

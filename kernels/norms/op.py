@@ -1,0 +1,45 @@
+"""The norms: torch's form on the CPU, one Triton kernel each way on a GPU."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mixtron.kernels.norms.triton_op import norm_triton
+from mixtron.kernels.triton_tools import Form, form_for
+
+
+def rms_norm(
+    x: Tensor,
+    weight_N: Tensor,
+    eps: float,
+    *,
+    gate: Tensor | None = None,
+    backend: Form | None = None,
+) -> Tensor:
+    """x / rms(x) * weight over the last dimension; with a gate, times SiLU(gate).
+
+    Args:
+        x         [..., N]  bf16, fp16 or fp32 (torch's form also fp64); fp32 inside.
+        weight_N  [N]
+        gate      [..., N]  of x's shape; it and x may be views with strides of their own.
+        backend   torch or triton; None: triton on a GPU, torch elsewhere.
+    Returns:
+        [..., N] in x's dtype. Triton's form keeps x, weight and gate for backward and nothing else.
+    Raises:
+        ValueError: shapes that do not fit, or a dtype that the form cannot take.
+    """
+    if weight_N.shape != x.shape[-1:] or (gate is not None and gate.shape != x.shape):
+        shapes = [list(t.shape) for t in (x, weight_N, gate) if t is not None]
+        raise ValueError(f"x, weight and gate do not fit: {shapes}")
+    if form_for(x, backend) == "triton":
+        return norm_triton(x, weight_N, gate, eps, "rms")
+    y = F.rms_norm(x, weight_N.shape, weight_N, eps)
+    return y if gate is None else y * F.silu(gate)
+
+
+def unit_norm(x: Tensor, eps: float = 1e-12, *, backend: Form | None = None) -> Tensor:
+    """x / max(|x|, eps) over the last dimension, fp32 inside. Arguments as of `rms_norm`."""
+    if form_for(x, backend) == "triton":
+        return norm_triton(x, None, None, eps, "unit")
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.normalize(x.to(wide), dim=-1, eps=eps).to(x.dtype)

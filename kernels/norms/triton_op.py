@@ -1,0 +1,123 @@
+"""Launches the norms' kernels and gives them to autograd."""
+
+# Launches take keywords that the kernels' signatures do not have.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
+
+import torch
+import triton
+from torch import Tensor
+
+from mixtron.kernels.norms.triton_kernels import backward_kernel, forward_kernel
+
+TILE_ELEMENTS = 4096
+MAX_WIDTH = 16384
+STRIPS = 1024
+"""Programs of a backward at most; each sums its rows' part of the weight's gradient."""
+
+
+def norm_triton(
+    x: Tensor, weight_N: Tensor | None, gate: Tensor | None, eps: float, kind: str
+) -> Tensor:
+    """`rms_norm` (kind rms) or `unit_norm` (kind unit). Raises ValueError for too wide rows."""
+    if x.shape[-1] > MAX_WIDTH:
+        raise ValueError(f"x {list(x.shape)}: the triton form takes rows up to {MAX_WIDTH} wide")
+    return _Norm.apply(x, weight_N, gate, eps, kind)  # type: ignore[return-value]
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight_N, gate, eps, kind):
+        ctx.save_for_backward(x, weight_N, gate)
+        ctx.eps, ctx.kind = eps, kind
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if y.numel() == 0:
+            return y
+        x_RJN, gate_RJN = _rows(x), _rows(gate)
+        shape = _shape(x_RJN, gate_RJN, weight_N, kind)
+        rows = x_RJN.shape[0] * x_RJN.shape[1]
+        forward_kernel[(triton.cdiv(rows, shape["ROWS"]),)](
+            x_RJN,
+            weight_N,
+            gate_RJN,
+            y,
+            rows,
+            *_strides(x_RJN),
+            *_strides(gate_RJN),
+            eps,
+            **shape,
+            num_warps=_warps(shape),
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[override]
+        x, weight_N, gate = ctx.saved_tensors
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dgate = None if gate is None else torch.empty_like(dx)
+        x_RJN, gate_RJN, dy_RJN = _rows(x), _rows(gate), _rows(dy)
+        shape = _shape(x_RJN, gate_RJN, weight_N, ctx.kind)
+        rows = x_RJN.shape[0] * x_RJN.shape[1]
+        # A multiple of the tile, so that which rows a program sums depends on their number alone.
+        strip = triton.cdiv(triton.cdiv(rows, STRIPS), shape["ROWS"]) * shape["ROWS"]
+        programs = triton.cdiv(rows, max(strip, 1))
+        partial_PN = None
+        if weight_N is not None:
+            partial_PN = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
+        if rows:
+            backward_kernel[(programs,)](
+                x_RJN,
+                weight_N,
+                gate_RJN,
+                dy_RJN,
+                dx,
+                dgate,
+                partial_PN,
+                rows,
+                strip,
+                *_strides(x_RJN),
+                *_strides(gate_RJN),
+                *_strides(dy_RJN),
+                ctx.eps,
+                **shape,
+                num_warps=_warps(shape),
+            )
+        dweight_N = None
+        if partial_PN is not None:
+            dweight_N = partial_PN.sum(0).to(weight_N.dtype)
+        return dx, dweight_N, dgate, None, None
+
+
+def _rows(x: Tensor | None) -> Tensor | None:
+    """[R, J, N] with the last dimension dense: a view where strides allow one."""
+    if x is None:
+        return None
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        x = x.contiguous()
+    x = x.unsqueeze(-2) if x.dim() == 1 else x
+    x = x.unsqueeze(0) if x.dim() == 2 else x
+    return x.flatten(0, -3)
+
+
+def _strides(x_RJN: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x_RJN is None else (x_RJN.stride(0), x_RJN.stride(1))
+
+
+def _shape(x_RJN: Tensor, gate_RJN, weight_N, kind: str) -> dict:
+    """What the kernels are compiled for."""
+    J, N = x_RJN.shape[1:]
+    block = triton.next_power_of_2(N)
+    # [rows, N] is one row of J = rows; J of a constant keeps one compilation for all lengths.
+    per_group = J if x_RJN.shape[0] > 1 else 0
+    return {
+        "J": per_group,
+        "N": N,
+        "BLOCK_N": block,
+        "ROWS": max(1, TILE_ELEMENTS // block),
+        "KIND": kind,
+        "WEIGHTED": weight_N is not None,
+        "GATED": gate_RJN is not None,
+    }
+
+
+def _warps(shape: dict) -> int:
+    return 4 if shape["BLOCK_N"] <= TILE_ELEMENTS else 8

@@ -1,0 +1,71 @@
+"""`mixtron bench`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps that are timed.")]
+
+
+@app.callback()
+def group() -> None:
+    """How fast a training step, the ops and the input pipeline are."""
+
+
+@app.command()
+def step(
+    config: Annotated[Path, typer.Argument(help="A run's YAML file; its data are not read.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value ...")] = None,
+    steps: Steps = 10,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 4,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Of a data-parallel rank a step.")] = 1,
+    documents: Annotated[int, typer.Option(min=1, help="In each sequence.")] = 1,
+    profiled_steps: Annotated[int, typer.Option(min=0, help="0: no table of kernels.")] = 2,
+    rows: Annotated[int, typer.Option(min=1, help="Of that table.")] = 40,
+) -> None:
+    """A config's training step on random tokens: tokens/s, MFU, memory by part, top kernels."""
+    from mixtron.launch.train import quiet_libraries
+
+    quiet_libraries()
+    import torch
+
+    from mixtron.launch.bench.step import Options, bench_step
+    from mixtron.launch.config import load_config
+
+    options = Options(steps, warm_up, micro_batches, documents, profiled_steps, rows)
+    bench_step(load_config(config, overrides), options)
+    torch.distributed.destroy_process_group()
+
+
+@app.command()
+def ops(
+    names: Annotated[list[str] | None, typer.Argument(help="Of ops; all by default.")] = None,
+) -> None:
+    """The ops beside their peers on a GPU, in tables."""
+    from mixtron.launch.bench.ops import run_benches
+
+    raise typer.Exit(1 if run_benches(names or []) else 0)
+
+
+@app.command()
+def data(
+    config: Annotated[Path, typer.Argument(help="A run's YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value ...")] = None,
+    micro_batches: Annotated[int, typer.Option(min=1, help="That are read.")] = 50,
+    tokens_per_s: Annotated[
+        float, typer.Option(min=1, help="What one rank trains, as `bench step` says.")
+    ] = 200_000,
+) -> None:
+    """How fast a config's samples are read and collated, beside what training needs."""
+    from mixtron.launch.train import quiet_libraries
+
+    quiet_libraries()
+    import torch
+
+    from mixtron.launch.bench.data import bench_data
+    from mixtron.launch.config import load_config
+
+    bench_data(load_config(config, overrides), micro_batches, tokens_per_s)
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,81 @@
+"""Where a step's time goes: kernels, and the operators that launched them, by torch's profiler."""
+
+from collections.abc import Callable
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+
+from mixtron.kernels.measure import table
+
+KINDS = {
+    "matrix product": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
+    "attention": ("flash", "fmha", "attention"),
+    "copy or cast": ("copy", "memcpy", "catarray"),
+    "communication": ("nccl",),
+    "elementwise of torch": ("elementwise", "triton_poi", "multi_tensor"),
+    "reduction of torch": ("reduce", "softmax", "layer_norm", "rms", "triton_red", "triton_per"),
+}
+"""What a kernel's name tells; the first kind that fits. Others are kernels of our own."""
+NAME_WIDTH = 72
+
+
+def profile(step: Callable[[], object], steps: int, rows: int) -> str:
+    """Tables of time by kind of kernel, by kernel and by operator, in ms a step.
+
+    The last one is of the host's time, by operator and call of CUDA; without a GPU it is alone.
+    """
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with torch_profile(activities=activities) as profiler:
+        for _ in range(steps):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    events = profiler.key_averages()
+    operators = [e for e in events if e.device_type == DeviceType.CPU]
+    parts = []
+    if on_gpu:
+        kernels = [
+            (e.key, e.self_device_time_total, e.count)
+            for e in events
+            if e.device_type == DeviceType.CUDA
+        ]
+        kinds: dict[str, tuple[float, int]] = {}
+        for name, time_us, count in kernels:
+            before = kinds.get(kind_of(name), (0.0, 0))
+            kinds[kind_of(name)] = (before[0] + time_us, before[1] + count)
+        parts.append(_table("kind", [(k, *v) for k, v in kinds.items()], steps, rows))
+        parts.append(_table("kernel", kernels, steps, rows))
+        launched = [(e.key, e.self_device_time_total, e.count) for e in operators]
+        parts.append(_table("operator", launched, steps, rows))
+    host = [(e.key, e.self_cpu_time_total, e.count) for e in operators]
+    parts.append(_table("on the host", host, steps, rows))
+    return "\n\n".join(parts)
+
+
+def kind_of(kernel: str) -> str:
+    """One of `KINDS`, or "own"."""
+    lowered = kernel.lower()
+    for kind, parts in KINDS.items():
+        if any(part in lowered for part in parts):
+            return kind
+    return "own"
+
+
+def _table(head: str, found: list[tuple[str, float, int]], steps: int, rows: int) -> str:
+    total = sum(time_us for _, time_us, _ in found)
+    found = sorted(found, key=lambda row: -row[1])[:rows]
+    lines = [
+        (
+            name.replace("|", "/")[:NAME_WIDTH],
+            f"{time_us / 1000 / steps:,.2f}",
+            f"{time_us / total:.1%}",
+            f"{count / steps:,.0f}",
+        )
+        for name, time_us, count in found
+        if time_us > 0
+    ]
+    lines.append(("all", f"{total / 1000 / steps:,.2f}", "100.0%", ""))
+    return table((head, "ms a step", "share", "calls"), lines)

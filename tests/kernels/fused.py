@@ -1,0 +1,145 @@
+"""Ops that have one form for each device, and the cases that Triton's form is held to."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mixtron.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+)
+from mixtron.kernels.norms import (
+    rms_norm,
+    rms_norm_reference,
+    unit_norm,
+    unit_norm_reference,
+)
+from mixtron.kernels.short_convolution import short_convolution, short_convolution_reference
+from mixtron.kernels.softmax_attention import apply_rope
+
+LENGTHS = [1, 2, 30, 1, 65, 3]
+TOKENS = sum(LENGTHS)
+
+
+@dataclass(frozen=True)
+class Case:
+    inputs: dict[str, Tensor]
+    """fp64, rounded to bf16."""
+    op: Callable[..., Tensor]
+    """Of the inputs, in Triton's form."""
+    reference: Callable[..., Tensor]
+
+
+def cases() -> dict[str, Case]:
+    found = {}
+    for width, heads in ((128, 3), (96, 1), (1000, 1)):
+        found[f"rms_norm {width}"] = norm_case(width, heads, gated=False)
+        found[f"gated rms_norm {width}"] = norm_case(width, heads, gated=True)
+    found["unit_norm"] = unit_case()
+    for width in (1, 4):
+        for silu in (False, True):
+            found[f"short_convolution {width} silu={silu}"] = convolution_case(width, silu)
+    found["short_convolution of two columns"] = convolution_case(4, True, columns=2)
+    found["rope"] = rope_case()
+    found["linear_cross_entropy"] = loss_case()
+    return found
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + 7 * sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).bfloat16().double()
+
+
+def positions(device) -> Tensor:
+    return torch.cat([torch.arange(length) for length in LENGTHS]).to(device)
+
+
+def norm_case(width: int, heads: int, *, gated: bool) -> Case:
+    """x and the gate are slices of one wider tensor, as a fused projection leaves them."""
+    inputs = {
+        "joined": noise(TOKENS, 1, 2 * heads * width + 8),
+        "weight": 1 + 0.1 * noise(width),
+    }
+    inputs["weight"] = inputs["weight"].bfloat16().double()
+
+    def parts(joined):
+        x, gate = joined[..., 8:].split(heads * width, dim=-1)
+        return (part.unflatten(-1, (heads, width)) for part in (x, gate))
+
+    def op(joined, weight):
+        x, gate = parts(joined)
+        return rms_norm(x, weight, 1e-5, gate=gate if gated else None, backend="triton")
+
+    def reference(joined, weight):
+        x, gate = parts(joined)
+        return rms_norm_reference(x, weight, 1e-5, gate=gate if gated else None)
+
+    return Case(inputs, op, reference)
+
+
+def unit_case() -> Case:
+    inputs = {"x": noise(1, TOKENS, 3, 64)}
+    return Case(inputs, lambda x: unit_norm(x, backend="triton"), unit_norm_reference)
+
+
+def convolution_case(width: int, silu: bool, columns: int = 1) -> Case:
+    E = 72
+    inputs = {"joined": noise(TOKENS, columns, E + 24), "weight": noise(E, width)}
+
+    def part(joined):
+        return joined[..., 16 : 16 + E]
+
+    def op(joined, weight):
+        position_T = positions(joined.device)
+        return short_convolution(part(joined), weight, position_T, silu=silu, backend="triton")
+
+    def reference(joined, weight):
+        y = short_convolution_reference(part(joined), weight, positions(joined.device))
+        return y * torch.sigmoid(y) if silu else y
+
+    return Case(inputs, op, reference)
+
+
+def rope_case() -> Case:
+    inputs = {"joined": noise(TOKENS, 3 * 48 + 16)}
+
+    def form(backend):
+        def op(joined):
+            x_THK = joined[:, 16:].unflatten(-1, (3, 48))
+            angle = positions(joined.device)[:, None] / 10.0 ** torch.arange(24).to(joined.device)
+            wide = torch.promote_types(joined.dtype, torch.float32)
+            cos, sin = angle.cos().to(wide), angle.sin().to(wide)
+            return apply_rope(x_THK, cos, sin, backend=backend)
+
+        return op
+
+    return Case(inputs, form("triton"), form("torch"))
+
+
+def loss_case() -> Case:
+    """70 entries, of which 61 are in use; chunks of 32 tokens, the last one shorter."""
+    inputs = {"hidden": noise(TOKENS, 48), "weight": noise(70, 48)}
+    inputs["weight"] = (inputs["weight"] / 4).bfloat16().double()
+    label_T = torch.randint(0, 61, (TOKENS,), generator=torch.Generator().manual_seed(3))
+
+    def op(hidden, weight):
+        label = label_T.to(hidden.device)
+        options = {"used": 61, "chunk_tokens": 32, "backend": "triton"}
+        return linear_cross_entropy(hidden, weight, label, **options)
+
+    def reference(hidden, weight):
+        return linear_cross_entropy_reference(hidden, weight, label_T.to(hidden.device), used=61)
+
+    return Case(inputs, op, reference)
+
+
+def results(form: Callable, inputs: dict[str, Tensor], dtype, device) -> dict[str, Tensor]:
+    """Output, and every gradient of sum(output * fixed noise)."""
+    leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in inputs.values()]
+    output = form(*leaves)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    (output * weights).sum().backward()
+    grads = dict(zip(inputs, (x.grad for x in leaves), strict=True))
+    return {"output": output.detach(), **grads}

@@ -1,0 +1,101 @@
+"""`mixtron bench` on a CPU: what it prints, and what it refuses."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mixtron.launch.bench.ops import benches, run_benches
+from mixtron.launch.bench.profile import kind_of
+from mixtron.launch.config import load_config
+from mixtron.megatron_ext.errors import ConfigError
+from tests.helpers.jobs import small_config, write_config
+from tests.helpers.ranks import run_on_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def step_report(path: str, options: dict) -> tuple[str, list[float]]:
+    """What `bench step` prints, and the losses of its model's steps."""
+    import contextlib
+    import io
+
+    from mixtron.launch.bench import step
+
+    losses, plain = [], step.train_step
+
+    def train_step(run):
+        values = plain(run)
+        losses.append(values["train/loss"])
+        return values
+
+    step.train_step, printed = train_step, io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            step.bench_step(load_config(path), step.Options(**options))
+    finally:
+        step.train_step = plain
+    return printed.getvalue(), losses
+
+
+def test_step_reports_tokens_of_the_steps_it_took():
+    options = {"steps": 2, "warm_up": 1, "micro_batches": 2, "documents": 3, "profiled_steps": 1}
+    config = ROOT / "configs/debug_kla.yaml"
+    [(printed, losses)] = run_on_ranks(1, step_report, str(config), options)
+    assert len(losses) == 4
+    loaded = load_config(config)
+    tokens = 2 * loaded.training.micro_batch_sequences * loaded.data.sequence_length
+    row = next(line for line in printed.splitlines() if "debug_kla" in line)
+    _, _, _, found, ms, speed, *_ = (cell.strip().replace(",", "") for cell in row.split("|"))
+    assert int(found) == tokens
+    assert float(speed) == pytest.approx(1000 * tokens / float(ms), rel=0.01)
+    shares = [float(x) for x in re.findall(r"\| ([\d.]+)% \|", printed)]
+    assert shares[-1] == 100.0
+    assert shares[:-1] == sorted(shares[:-1], reverse=True)
+
+
+def test_data_reports_a_speed(corpus, tmp_path):
+    path = write_config(tmp_path / "config.yaml", small_config(corpus, tmp_path / "run"))
+    [printed] = run_on_ranks(1, data_report, str(path))
+    assert re.search(r"\| together \| [\d,]+ \| [\d.]+% \|", printed)
+
+
+def data_report(path: str) -> str:
+    import contextlib
+    import io
+
+    from mixtron.launch.bench.data import bench_data
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        bench_data(load_config(path), 2, 1e6)
+    return printed.getvalue()
+
+
+def test_ops_refuses_what_it_has_not():
+    assert {"norms", "short_convolution", "linear_cross_entropy"} <= set(benches())
+    with pytest.raises(ConfigError, match=r"no bench for op 'nothing'; ops: .*norms"):
+        run_benches(["nothing"])
+
+
+def test_commands_are_listed():
+    from mixtron.launch.bench.cli import app
+
+    listed = CliRunner().invoke(app, ["--help"]).output
+    assert all(name in listed for name in ("step", "ops", "data"))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_tst_256x128_64x4_2x1_v_bz_coopB_TNT", "matrix product"),
+        ("void flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
+        ("Memcpy DtoD (Device -> Device)", "copy or cast"),
+        ("ncclDevKernel_AllReduce_Sum_f32", "communication"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "elementwise of torch"),
+        ("scan_kernel", "own"),
+    ],
+)
+def test_kinds_of_kernels(kernel, kind):
+    assert kind_of(kernel) == kind
