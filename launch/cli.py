@@ -97,10 +97,12 @@ def mount_parts() -> None:
     from mixtron.data_prep.cli import app as prep
     from mixtron.launch.checkpoint_cli import app as ckpt
     from mixtron.launch.eval_cli import app as evaluation
+    from mixtron.launch.report.cli import add_to as add_report
     from mixtron.launch.slurm.cli import add_to
     from mixtron.launch.spectral.cli import app as spectral
 
     add_to(app, prep)
+    add_report(app)
     app.add_typer(prep, name="prep", help="Corpora into indexed shards.")
     app.add_typer(ckpt, name="ckpt", help="Look at checkpoints; check, compare, convert them.")
     app.add_typer(evaluation, name="eval")

@@ -24,6 +24,7 @@ from mixtron.megatron_ext.mixers.path.config import PathFamilyConfig
 from mixtron.megatron_ext.mixers.path.context import past_of_ranks_before
 from mixtron.megatron_ext.mixers.path.ring import attend_ranks_before, ring_of
 from mixtron.megatron_ext.parameters import constant, normal, replicated
+from mixtron.megatron_ext.scalars import Scalars
 
 
 class Mixer(ShardedModule):
@@ -88,6 +89,8 @@ class Mixer(ShardedModule):
         """The whole stream, or this context rank's share of it. [1, T, H, K]."""
         convolved_TBE = None if raw_TBE is None else self.convolution(raw_TBE, batch)
         q, k, v, w, beta, log_forget = self._inputs(convolved_TBE, parts)
+        if batch.scalars is not None:
+            self._report(beta, log_forget, batch.scalars)
         if batch.context_size > 1 and self.mixer.context_exchange == "heads":
             return self._mix_exchanged((q, k, v, w, beta, log_forget), batch)
         if batch.context_size > 1 and self.mixer.context_exchange == "ring":
@@ -119,6 +122,12 @@ class Mixer(ShardedModule):
                 cached["tail"] = self.convolution.tail(raw_TBE)
             batch.cache.layers[self.layer_number] = cached
         return o_BTHK
+
+    def _report(self, beta: Tensor | None, log_forget: Tensor | None, scalars: Scalars) -> None:
+        if beta is not None:
+            scalars.add_mean(f"path_beta/layer_{self.layer_number}", beta)
+        if log_forget is not None:
+            scalars.add_mean(f"forget_gate/layer_{self.layer_number}", log_forget.exp())
 
     def _mix_in_ring(
         self,

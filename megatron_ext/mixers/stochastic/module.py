@@ -69,7 +69,7 @@ class Mixer(ShardedModule):
             attended = {
                 path: attend[path](q_THK, k_TGK, v_TGK, batch) for path in mixer.path_names()
             }
-        return self.out_proj(self._gated_sum(attended, parts).flatten(1)[:, None])
+        return self.out_proj(self._gated_sum(attended, parts, batch).flatten(1)[:, None])
 
     def _heads(self, parts: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         mixer = self.mixer
@@ -87,16 +87,20 @@ class Mixer(ShardedModule):
             q_THK, k_TGK = apply_rope(q_THK, cos, sin), apply_rope(k_TGK, cos, sin)
         return q_THK, k_TGK, v_TGK
 
-    def _gated_sum(self, attended: dict[str, Tensor], parts: dict[str, Tensor]) -> Tensor:
+    def _gated_sum(
+        self, attended: dict[str, Tensor], parts: dict[str, Tensor], batch: Batch
+    ) -> Tensor:
         """[T, H, K]. A path alone has no gate."""
         if len(attended) == 1:
             (o_THK,) = attended.values()
             return o_THK
         heads = next(iter(attended.values())).shape[1]
-        gated = [
-            o_THK * parts[f"{path}_gate"].flatten(0, 1).unflatten(-1, (heads, -1)).sigmoid()
-            for path, o_THK in attended.items()
-        ]
+        gated = []
+        for path, o_THK in attended.items():
+            gate = parts[f"{path}_gate"].flatten(0, 1).unflatten(-1, (heads, -1)).sigmoid()
+            if batch.scalars is not None:
+                batch.scalars.add_mean(f"{path}_gate/layer_{self.layer_number}", gate)
+            gated.append(o_THK * gate)
         return gated[0] + gated[1]
 
     def draw_order(self, batch: Batch) -> Tensor:
