@@ -39,6 +39,10 @@ class Config(MixerConfig):
         kv = self.kv_heads * self.head_dim
         return {"query": self.heads * self.head_dim, "key": kv, "value": kv}
 
+    def longest_sequence(self, trained_tokens: int) -> int | None:
+        # Inside a window rotary positions are relative to it, wherever it is.
+        return trained_tokens if self.rope_base is not None and self.window is None else None
+
     def parameters(self, hidden_size: int) -> dict[str, int]:
         return {
             "projections": hidden_size

@@ -1,0 +1,102 @@
+"""The commands that ask a trained model: `mixtron generate` and parts of `mixtron eval`."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mixtron.megatron_ext.errors import ConfigError
+
+Model = Annotated[Path, typer.Argument(help="A run (its newest checkpoint) or a checkpoint.")]
+Tensor = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks to load the model on.")]
+TokenizerPath = Annotated[
+    Path | None, typer.Option(help="The run's tokenizer; default: the copy in the run folder.")
+]
+OverrideMixer = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Replace a mixer, keeping its weights: NAME={type: stochastic, paths: sa, window: 128}"
+    ),
+]
+
+
+def add_to(app: typer.Typer, evaluation: typer.Typer) -> None:
+    app.command()(generate)
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[list[str] | None, typer.Option(help="A text to continue.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file of texts, one a line.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add at most.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Only so many of the likeliest.")] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Only the likeliest that together have this probability.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON line a text.")] = False,
+    tensor: Tensor = 1,
+    tokenizer: TokenizerPath = None,
+    override_mixer: OverrideMixer = None,
+) -> None:
+    """Continue texts from a run's newest checkpoint. Several are continued side by side."""
+    from mixtron.launch.train import quiet_libraries
+
+    quiet_libraries()
+    from mixtron.launch.inference.generate import Request
+    from mixtron.launch.inference.generate import generate as continue_texts
+    from mixtron.launch.inference.model import load
+    from mixtron.launch.inference.sampling import Sampling
+    from mixtron.launch.inference.source import find_source
+
+    request = Request(_prompts(prompt, prompts), tokens, Sampling(temperature, top_k, top_p, seed))
+    source = find_source(
+        model, tensor=tensor, tokenizer=tokenizer, override_mixers=override_mixer or []
+    )
+    request.ids(source)
+    start_ranks(tensor)
+    loaded = load(source)
+    continue_texts(loaded, request, speaker(loaded.ranks.is_first), as_json=as_json)
+    end_ranks()
+
+
+def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
+    lines = list(given or [])
+    if file is not None:
+        try:
+            lines += [line for line in file.read_text(encoding="utf-8").splitlines() if line]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--prompts {file}: {error}") from None
+    if not lines:
+        raise ConfigError("nothing to continue: give --prompt TEXT or --prompts FILE")
+    return lines
+
+
+def start_ranks(ranks: int) -> None:
+    """Goes on in this process if it is all there is, or one of the ranks; else starts the ranks and
+    exits as they do."""
+    if ranks > 1 and "RANK" not in os.environ:
+        from mixtron.launch.launcher import repeat_on_ranks
+
+        raise typer.Exit(repeat_on_ranks(ranks))
+
+
+def end_ranks() -> None:
+    import torch
+
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def speaker(is_first: bool):
+    """Writes on the first rank, at once."""
+
+    def say(text: str) -> None:
+        if is_first and text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    return say
