@@ -39,6 +39,8 @@ from mixtron.megatron_ext.parameters import declare, initialise, normal, residua
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # deprecation note
 
 EMBEDDING = "embedding.word_embeddings.weight"
+LOSS_TOKENS = 4096
+"""Whose logits lie in memory at once where no gradients are wanted."""
 NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm, "none": IdentityOp}
 
 
@@ -252,13 +254,24 @@ def forward(
     """
 
     def head(*, hidden_states, output_layer, output_weight, **_):
-        logits_TBV, _ = output_layer(hidden_states, weight=output_weight)
-        logits_TBV = masked_logits(model, ranks, logits_TBV)
-        if labels_BT is not None:
+        def losses(hidden_TBD: Tensor, labels_BT: Tensor) -> Tensor:
+            logits_TBV, _ = output_layer(hidden_TBD, weight=output_weight)
             loss_TB = vocab_parallel_cross_entropy(
-                logits_TBV, labels_BT.t(), tp_group=ranks.groups.tp
+                masked_logits(model, ranks, logits_TBV), labels_BT.t(), tp_group=ranks.groups.tp
             )
             return loss_TB.t()
+
+        if labels_BT is not None:
+            whole = hidden_states.shape[0] == labels_BT.shape[1]  # not so under SP
+            if torch.is_grad_enabled() or not whole:
+                return losses(hidden_states, labels_BT)
+            # Without gradients no logits are kept: those of a long stream never lie there at once.
+            pieces = zip(
+                hidden_states.split(LOSS_TOKENS), labels_BT.split(LOSS_TOKENS, dim=1), strict=True
+            )
+            return torch.cat([losses(*piece) for piece in pieces], dim=1)
+        logits_TBV, _ = output_layer(hidden_states, weight=output_weight)
+        logits_TBV = masked_logits(model, ranks, logits_TBV)
         gathered = gather_from_tensor_model_parallel_region(logits_TBV, group=ranks.groups.tp)
         return gathered[..., : model.vocab_size].transpose(0, 1)
 

@@ -1,7 +1,9 @@
 """The commands that ask a trained model: `mixtron generate` and parts of `mixtron eval`."""
 
+import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +26,7 @@ OverrideMixer = Annotated[
 
 def add_to(app: typer.Typer, evaluation: typer.Typer) -> None:
     app.command()(generate)
+    evaluation.command()(perplexity)
 
 
 def generate(
@@ -61,6 +64,83 @@ def generate(
     loaded = load(source)
     continue_texts(loaded, request, speaker(loaded.ranks.is_first), as_json=as_json)
     end_ranks()
+
+
+def perplexity(
+    model: Model,
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens of context, as 1024,4096; default: the trained one.")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a window moves by; default: half its length.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--set", help="A validation set of the run; default: the first.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="A shard's prefix instead.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A text instead, as one document.")] = None,
+    documents: Annotated[
+        str,
+        typer.Option(help="all; long: those of the largest length; joined: all as one document."),
+    ] = "all",
+    output: Annotated[Path | None, typer.Option(help="A JSON file to write as well.")] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks to start; they share the windows.")] = 1,
+    tensor: Tensor = 1,
+    tokenizer: TokenizerPath = None,
+    override_mixer: OverrideMixer = None,
+) -> None:
+    """Perplexity and bits per byte by length, by a window that slides over each document."""
+    from mixtron.launch.train import quiet_libraries
+
+    quiet_libraries()
+    from rich.console import Console
+
+    from mixtron.launch.inference.documents import documents_of
+    from mixtron.launch.inference.model import load
+    from mixtron.launch.inference.perplexity import perplexity as measure
+    from mixtron.launch.inference.source import find_source
+
+    if documents not in ("all", "long", "joined"):
+        raise ConfigError(f"--documents {documents}: one of all, long, joined")
+    ranks = max(nproc, tensor)
+    if ranks % tensor:
+        raise ConfigError(f"--nproc {nproc} is not a multiple of --tensor {tensor}")
+    source = find_source(
+        model, tensor=tensor, tokenizer=tokenizer, override_mixers=override_mixer or []
+    )
+    asked = _lengths(lengths, source.config.data.sequence_length)
+    for length in asked:
+        if stride is not None and stride > length:
+            raise ConfigError(f"--stride {stride} is more than the length {length}")
+    chosen = documents_of(
+        source, name=name, shard=data, text=text, choice=documents, longest=max(asked)
+    )
+    start_ranks(ranks)
+    loaded = load(source)
+    console = Console(stderr=True)
+    say = speaker(loaded.ranks.is_first)
+    say(f"{len(chosen)} documents of {source.config.name}, {source.checkpoint.name}\n")
+    say(f"{'length':>8} {'stride':>8} {'tokens':>12} {'loss':>9} {'perplexity':>11} bits a byte\n")
+    results = []
+    for length in asked:
+        found = measure(loaded, chosen, length, stride or max(length // 2, 1), console)
+        results.append(found)
+        say(
+            f"{found.length:>8} {found.stride:>8} {found.tokens:>12,} {found.loss:>9.4f} "
+            f"{found.perplexity:>11.3f} {found.bits_per_byte:>11.4f}\n"
+        )
+    if output is not None and loaded.ranks.is_first:
+        output.write_text(json.dumps([asdict(found) for found in results], indent=1) + "\n")
+    end_ranks()
+
+
+def _lengths(text: str | None, default: int) -> list[int]:
+    if text is None:
+        return [default]
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"--lengths {text!r}: expected numbers of tokens, as 1024,4096")
+    return [int(part) for part in parts]
 
 
 def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
