@@ -50,7 +50,7 @@ browser:
 # Pins every dependency with its hashes; commit requirements.lock.
 lock: $(if $(filter uv,$(UV)),,.tools/bin/uv)
 	$(UV) lock --upgrade
-	$(UV) export -q --all-groups --extra quickstart --extra fast --no-emit-project --no-annotate --no-header -o requirements.lock
+	$(UV) export -q --all-groups --extra quickstart --extra fast --extra eval --no-emit-project --no-annotate --no-header -o requirements.lock
 
 .venv/ready: requirements.lock pyproject.toml setup.py $(if $(filter uv,$(UV)),,.tools/bin/uv)
 	$(UV) venv -q --allow-existing --python "$$(cat .python-version)" .venv

@@ -120,14 +120,20 @@ class FusedColumnParallel(ColumnParallelLinear):
     """
 
     def __init__(
-        self, config: TransformerConfig, input_size: int, components: dict[str, int], tp_group
+        self,
+        config: TransformerConfig,
+        input_size: int,
+        components: dict[str, int],
+        tp_group,
+        *,
+        bias: bool = False,
     ):
         super().__init__(
             input_size,
             sum(components.values()),
             config=config,
             init_method=_drawn_later,
-            bias=False,
+            bias=bias,
             gather_output=False,
             skip_bias_add=False,
             tp_group=tp_group,
@@ -141,6 +147,9 @@ class FusedColumnParallel(ColumnParallelLinear):
             tensor_dim=0,
             components=components,
         )
+        if bias:
+            assert self.bias is not None
+            declare(self.bias, constant(0.0), tensor_dim=0, components=components)
 
     def forward(self, hidden_TBD: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """The local slice of every component, in order. Gathers the sequence under SP."""
@@ -148,12 +157,12 @@ class FusedColumnParallel(ColumnParallelLinear):
         return output.split(self.local_sizes, dim=-1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        key = f"{prefix}weight"
-        assert self.weight is not None
         return {
-            key: component_factory(
-                key, self.weight, self.components, self.tp_group, sharded_offsets, metadata
+            f"{prefix}{name}": component_factory(
+                *(f"{prefix}{name}", parameter, self.components),
+                *(self.tp_group, sharded_offsets, metadata),
             )
+            for name, parameter in self.named_parameters(recurse=False)
         }
 
 

@@ -23,6 +23,8 @@ class Config(MixerConfig):
     """null: no position encoding."""
     qk_norm: bool = False
     """RMSNorm over each query and key head, before RoPE."""
+    qkv_bias: bool = False
+    """A bias on queries, keys and values, as Qwen2 has; it starts at 0."""
     window: Positive | None = None
     """Tokens a token attends, itself included; null is all before it."""
 
@@ -48,6 +50,7 @@ class Config(MixerConfig):
             "projections": hidden_size
             * (sum(self.components().values()) + self.heads * self.head_dim),
             "norms": 2 * self.head_dim if self.qk_norm else 0,
+            "biases": sum(self.components().values()) if self.qkv_bias else 0,
         }
 
     def flops_per_token(self, hidden_size: int, sequence_length: int) -> float:

@@ -26,7 +26,8 @@ class Mixer(ShardedModule):
         self.layer_number = layer_number
         self.cp_group = pg_collection.cp
         self.in_proj = FusedColumnParallel(
-            config, config.hidden_size, mixer.components(), self.tp_group
+            *(config, config.hidden_size, mixer.components(), self.tp_group),
+            bias=mixer.qkv_bias,
         )
         self.out_proj = OutputProjection(config, mixer.heads * mixer.head_dim, self.tp_group)
         if mixer.qk_norm:
