@@ -24,8 +24,6 @@ class MixtronConfig(PretrainedConfig):
 class MixtronForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = MixtronConfig
     main_input_name = "input_ids"
-    # Megatron's layers list a state beside their parameters, which is always empty.
-    _keys_to_ignore_on_load_missing = [r"_extra_state$"]
 
     def __init__(self, config: MixtronConfig):
         from mixtron.megatron_ext.config import ModelConfig, ParallelConfig
@@ -55,6 +53,11 @@ class MixtronForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module) -> None:
         """They are drawn when the model is built."""
+
+    def state_dict(self, *args, **kwargs):
+        """Without the state, always empty, that Megatron's layers list beside their parameters."""
+        state = super().state_dict(*args, **kwargs)
+        return {name: x for name, x in state.items() if not name.endswith("_extra_state")}
 
     def get_input_embeddings(self):
         return self.mixtron.embedding.word_embeddings
