@@ -27,6 +27,7 @@ OverrideMixer = Annotated[
 def add_to(app: typer.Typer, evaluation: typer.Typer) -> None:
     app.command()(generate)
     evaluation.command()(perplexity)
+    evaluation.command()(zeroshot)
 
 
 def generate(
@@ -131,6 +132,55 @@ def perplexity(
         )
     if output is not None and loaded.ranks.is_first:
         output.write_text(json.dumps([asdict(found) for found in results], indent=1) + "\n")
+    end_ranks()
+
+
+def zeroshot(
+    model: Model,
+    tasks: Annotated[str, typer.Option(help="Names of the harness's tasks, as piqa,arc_easy.")],
+    tasks_dir: Annotated[Path | None, typer.Option(help="A folder of task files.")] = None,
+    fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before a question; default: the task's.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many of a task.")] = None,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed at once.")] = 4096,
+    output: Annotated[Path | None, typer.Option(help="A JSON file to write as well.")] = None,
+    tensor: Tensor = 1,
+    tokenizer: TokenizerPath = None,
+    override_mixer: OverrideMixer = None,
+) -> None:
+    """Tasks of lm-evaluation-harness (the extra `eval`). Their data are fetched or given by you."""
+    from importlib.util import find_spec
+
+    from mixtron.launch.train import quiet_libraries
+
+    if find_spec("lm_eval") is None:
+        raise ConfigError("lm-eval is not installed: pip install 'mixtron[eval]'")
+    quiet_libraries()
+    from mixtron.launch.inference.model import load
+    from mixtron.launch.inference.source import find_source
+
+    source = find_source(
+        model, tensor=tensor, tokenizer=tokenizer, override_mixers=override_mixer or []
+    )
+    start_ranks(tensor)
+    from mixtron.launch.inference.harness import evaluate_tasks
+
+    loaded = load(source)
+    found = evaluate_tasks(
+        loaded,
+        tasks.split(","),
+        folder=tasks_dir,
+        fewshot=fewshot,
+        limit=limit,
+        batch_tokens=batch_tokens,
+    )
+    say = speaker(loaded.ranks.is_first)
+    for task, numbers in found.items():
+        values = {name: x for name, x in numbers.items() if isinstance(x, float)}
+        say(f"{task}: {', '.join(f'{name} {value:.4f}' for name, value in values.items())}\n")
+    if output is not None and loaded.ranks.is_first:
+        output.write_text(json.dumps(found, indent=1, default=str) + "\n")
     end_ranks()
 
 
