@@ -135,7 +135,9 @@ def convert(
 
 @app.command("import")
 def import_(
-    source: Annotated[Path, typer.Argument(help="A Hugging Face folder (Llama, Mistral, Qwen).")],
+    source: Annotated[
+        Path, typer.Argument(help="A Hugging Face folder (Llama, Mistral, Qwen, GPT-NeoX).")
+    ],
     run: Annotated[Path, typer.Argument(help="The run folder to write.")],
 ) -> None:
     """Make a run of a Hugging Face model: checkpoint of step 0, config and tokenizer."""
@@ -158,7 +160,7 @@ def export(
         bool, typer.Option("--remote-code", help="A model file even where transformers has one.")
     ] = False,
 ) -> None:
-    """Write a Hugging Face folder: as Llama, Mistral or Qwen, or with a model file."""
+    """Write a Hugging Face folder: of a known family, or with a model file."""
     from mixtron.launch.train import quiet_libraries
 
     quiet_libraries()

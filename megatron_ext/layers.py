@@ -8,10 +8,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
 )
+from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
@@ -63,6 +65,19 @@ def _of_channels(config: TransformerConfig, hidden_size: int, start: float) -> n
     parameter = declare(nn.Parameter(empty), constant(start))
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
+
+
+class ParallelResidualLayer(TransformerLayer):
+    """x + mixer(norm(x)) + mlp(norm'(x)), as in GPT-NeoX."""
+
+    def forward(self, hidden_states: Tensor, packed_seq_params: Batch | None = None, **_):  # type: ignore[override]
+        mixed = self.self_attention(
+            apply_module(self.input_layernorm)(hidden_states), packed_seq_params=packed_seq_params
+        )
+        fed = apply_module(self.mlp)(apply_module(self.pre_mlp_layernorm)(hidden_states))
+        options = (self.training, self.config.bias_dropout_fusion)
+        added = self.self_attn_bda(*options)(mixed, hidden_states, self.hidden_dropout)
+        return self.mlp_bda(*options)(fed, added, self.hidden_dropout), None
 
 
 class ShardedModule(MegatronModule):
@@ -198,19 +213,22 @@ def _drawn_later(weight: Tensor) -> None:
 class OutputProjection(RowParallelLinear):
     """Back into the residual stream; scatters the sequence under SP."""
 
-    def __init__(self, config: TransformerConfig, input_size: int, tp_group):
+    def __init__(self, config: TransformerConfig, input_size: int, tp_group, *, bias: bool = False):
         super().__init__(
             input_size,
             config.hidden_size,
             config=config,
             init_method=_drawn_later,
-            bias=False,
+            bias=bias,
             input_is_parallel=True,
             skip_bias_add=True,
             tp_group=tp_group,
         )
         std = residual_std(config.init_method_std, config.num_layers)
         declare(self.weight, normal(std), tensor_dim=1)
+        if bias:
+            assert self.bias is not None
+            declare(self.bias, constant(0.0))
 
 
 class ShortConvolution(ShardedModule):

@@ -8,10 +8,12 @@ from safetensors.torch import save_file
 
 from mixtron.launch.checkpoint_tensors import StoredTensors
 from mixtron.launch.config import RunConfig
-from mixtron.launch.exchange.families import family_of, names, to_theirs, write_config
+from mixtron.launch.exchange.families import family_of, links, write_config
 from mixtron.launch.exchange.importing import TOKENIZER_FILES
+from mixtron.launch.exchange.links import to_theirs
 from mixtron.launch.spectral.runs import config_of, is_run, newest_checkpoint
 from mixtron.megatron_ext.errors import ConfigError
+from mixtron.megatron_ext.mixers.softmax_attention.config import Config as SoftmaxAttention
 
 MODEL_FILE = "modeling_mixtron.py"
 METADATA = {"format": "pt"}
@@ -38,29 +40,25 @@ def export_folder(source: Path, folder: Path, *, remote_code: bool) -> str:
     if family is None:
         _write_with_code(folder, config, checkpoint)
     else:
-        _write_family(folder, config, StoredTensors(checkpoint), family)
+        _write_family(folder, config, StoredTensors(checkpoint), *family)
     _copy_tokenizer(checkpoint, config, folder)
-    return family or MODEL_FILE
+    return MODEL_FILE if family is None else family[0]
 
 
 def _dtype(config: RunConfig) -> str:
     return "bfloat16" if config.training.precision == "bf16" else "float32"
 
 
-def _write_family(folder: Path, config: RunConfig, stored: StoredTensors, family: str) -> None:
-    model, mixer = config.model, config.mixers[config.model.layer_mixers[0]]
-    theirs = write_config(
-        family,
-        model,
-        mixer,  # pyright: ignore[reportArgumentType]
-        positions=config.data.sequence_length,
-        dtype=_dtype(config),
-    )
+def _write_family(
+    folder: Path, config: RunConfig, stored: StoredTensors, kind: str, mixer: SoftmaxAttention
+) -> None:
+    model = config.model
+    options = {"positions": config.data.sequence_length, "dtype": _dtype(config)}
+    theirs = write_config(kind, model, mixer, **options)
     (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
     tensors = {}
-    for ours, names_of in names(model, mixer).items():  # pyright: ignore[reportArgumentType]
-        parts = to_theirs(model, ours, stored.tensor(ours), len(names_of))
-        tensors |= dict(zip(names_of, parts, strict=True))
+    for link in links(kind, model, mixer):
+        tensors |= to_theirs(model, link, [stored.tensor(name) for name in link.ours])
     save_file(tensors, folder / "model.safetensors", METADATA)
 
 

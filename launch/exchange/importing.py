@@ -13,11 +13,14 @@ from mixtron.data_prep.tokenizer import load_tokenizer
 from mixtron.launch.checkpoint_files import FORMAT_VERSION, list_checkpoints
 from mixtron.launch.checkpoint_identity import versions
 from mixtron.launch.config import RunConfig, dump_config, parse_config
-from mixtron.launch.exchange.families import MIXER, names, read_config, to_ours
+from mixtron.launch.exchange.families import links, read_config
+from mixtron.launch.exchange.links import to_ours
 from mixtron.launch.spectral.huggingface import Tensors
 from mixtron.megatron_ext.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+CONSTANT = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
+"""Ends of names, in older folders, of what is no weight."""
 NO_CORPUS = "data/corpus"
 """Stands where a config must name a corpus."""
 
@@ -41,7 +44,7 @@ def import_folder(folder: Path, run_dir: Path) -> Path:
     except ValueError as error:
         raise ConfigError(f"{source}: not JSON: {error}") from None
     model, mixer = read_config(str(source), theirs)
-    weights = _weights(folder, model, mixer)
+    weights = _weights(folder, theirs["model_type"], model, mixer)
     bf16 = all(tensor.dtype == torch.bfloat16 for tensor in weights.values())
     if not bf16:
         weights = {name: tensor.float() for name, tensor in weights.items()}
@@ -52,19 +55,15 @@ def import_folder(folder: Path, run_dir: Path) -> Path:
     return _write(run_dir / "checkpoints", weights, config, sha256)
 
 
-def _weights(folder: Path, model, mixer) -> dict[str, Tensor]:
-    stored = Tensors(folder)
-    wanted = names(model, mixer)
-    weights = {
-        ours: to_ours(model, ours, [stored[name] for name in theirs])
-        for ours, theirs in wanted.items()
-    }
-    known = {name for theirs in wanted.values() for name in theirs}
-    # A tied output layer may be stored a second time; older folders hold RoPE's frequencies.
-    known |= {"lm_head.weight"} if model.tied_embeddings else set()
-    unknown = [
-        n for n in stored.file_of if n not in known and not n.endswith("rotary_emb.inv_freq")
-    ]
+def _weights(folder: Path, kind: str, model, mixer) -> dict[str, Tensor]:
+    stored, weights = Tensors(folder), {}
+    wanted = links(kind, model, mixer)
+    for link in wanted:
+        weights |= to_ours(model, link, [stored[name] for name in link.theirs])
+    known = {name for link in wanted for name in link.theirs}
+    # A tied output layer may be stored a second time.
+    known |= {"lm_head.weight", "embed_out.weight"} if model.tied_embeddings else set()
+    unknown = [name for name in stored.file_of if name not in known and not name.endswith(CONSTANT)]
     if unknown:
         raise ConfigError(f"{folder}: tensors that the model has no place for: {unknown[:5]}")
     return weights
@@ -92,7 +91,7 @@ def _config(folder, run_dir, model, mixer, tokenizer: str, theirs, *, bf16: bool
             "name": "".join(c if c.isalnum() or c in "._-" else "_" for c in folder.name),
             "run_dir": str(run_dir),
             "model": model.model_dump(mode="json"),
-            "mixers": {MIXER: mixer.model_dump(mode="json")},
+            "mixers": {"attention": mixer.model_dump(mode="json")},
             "data": {
                 "sequence_length": length,
                 "tokenizer": tokenizer,

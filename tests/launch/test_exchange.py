@@ -29,6 +29,8 @@ FAMILIES = {
     },
     "qwen2": {},
     "qwen3": {"head_dim": 8},
+    "gpt_neox": {"layer_norm_eps": 1e-4},
+    "gpt_neox sequential": {"use_parallel_residual": False, "attention_bias": False},
 }
 TOLERANCE = 1e-5
 """Of the largest logit: fp32 sums in another order through two layers."""
@@ -150,12 +152,12 @@ def test_any_mixer_loads_through_transformers(every_mixer_run, tmp_path, monkeyp
 def test_what_cannot_be_imported_is_refused(change, message, tmp_path):
     from safetensors.torch import save_file
 
-    from mixtron.launch.exchange.families import names, read_config
+    from mixtron.launch.exchange.families import links, read_config
     from mixtron.launch.exchange.importing import import_folder
 
     config = {"model_type": "llama", "rms_norm_eps": 1e-5, **SIZES}
-    wanted = names(*read_config("x", config))
-    tensors = {n: torch.zeros(4, 4) for theirs in wanted.values() for n in theirs}
+    wanted = links("llama", *read_config("x", config))
+    tensors = {name: torch.zeros(4, 4) for link in wanted for name in link.theirs}
     save_file(tensors, tmp_path / "model.safetensors")
     config |= change
     config = {key: value for key, value in config.items() if value is not None}

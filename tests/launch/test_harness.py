@@ -108,9 +108,17 @@ def test_the_harness_sees_the_models_own_numbers(every_mixer_run, tmp_path):
     assert found[0] == found[1]
 
 
-def test_an_unknown_task_is_refused(every_mixer_run):
+def refusal(task: str) -> str:
     from mixtron.launch.inference.harness import evaluate_tasks
     from mixtron.megatron_ext.errors import ConfigError
 
-    with pytest.raises(ConfigError, match="no such task; did you mean 'piqa'"):
-        evaluate_tasks(None, ["pica"])  # pyright: ignore[reportArgumentType]
+    try:
+        evaluate_tasks(None, [task])  # pyright: ignore[reportArgumentType]
+    except ConfigError as error:
+        return str(error)
+    return "evaluated"
+
+
+def test_an_unknown_task_is_refused():
+    [message] = run_on_ranks(1, refusal, "arc_eazy")
+    assert message == "--tasks arc_eazy: the harness has no such task; did you mean 'arc_easy'?"

@@ -25,6 +25,10 @@ class Config(MixerConfig):
     """RMSNorm over each query and key head, before RoPE."""
     qkv_bias: bool = False
     """A bias on queries, keys and values, as Qwen2 has; it starts at 0."""
+    output_bias: bool = False
+    """One on the output projection as well, as GPT-NeoX has."""
+    rotary_dim: Annotated[int, Field(gt=0, multiple_of=2)] | None = None
+    """Channels of a head, the first ones, that RoPE rotates; null: all."""
     window: Positive | None = None
     """Tokens a token attends, itself included; null is all before it."""
 
@@ -34,6 +38,8 @@ class Config(MixerConfig):
     def _groups(self):
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.rotary_dim is not None and self.rotary_dim > self.head_dim:
+            raise ValueError(f"rotary_dim={self.rotary_dim} is more than head_dim={self.head_dim}")
         return self
 
     def components(self) -> dict[str, int]:
@@ -50,7 +56,8 @@ class Config(MixerConfig):
             "projections": hidden_size
             * (sum(self.components().values()) + self.heads * self.head_dim),
             "norms": 2 * self.head_dim if self.qk_norm else 0,
-            "biases": sum(self.components().values()) if self.qkv_bias else 0,
+            "biases": self.qkv_bias * sum(self.components().values())
+            + self.output_bias * hidden_size,
         }
 
     def flops_per_token(self, hidden_size: int, sequence_length: int) -> float:
