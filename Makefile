@@ -1,6 +1,6 @@
 # `make quickstart` and `make test` set everything up on first use. Nothing else is needed.
 
-.PHONY: quickstart test test-slurm soak suites check slurm lock clean
+.PHONY: quickstart test test-slurm soak suites check slurm browser lock clean
 
 # A uv that answers, else a private one (a version manager's stub may exist and fail).
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv || echo .tools/bin/uv)
@@ -41,10 +41,17 @@ slurm:
 	    apt-get install -y -qq --no-install-recommends slurm-wlm munge shellcheck >/dev/null; \
 	fi
 
+# The browser that a test opens a report's page with: Debian's package, which only root installs.
+browser:
+	@if ! command -v chromium >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
+	fi
+
 # Pins every dependency with its hashes; commit requirements.lock.
 lock: $(if $(filter uv,$(UV)),,.tools/bin/uv)
 	$(UV) lock --upgrade
-	$(UV) export -q --all-groups --extra quickstart --extra fast --no-emit-project --no-annotate --no-header -o requirements.lock
+	$(UV) export -q --all-groups --extra quickstart --extra fast --extra eval --no-emit-project --no-annotate --no-header -o requirements.lock
 
 .venv/ready: requirements.lock pyproject.toml setup.py $(if $(filter uv,$(UV)),,.tools/bin/uv)
 	$(UV) venv -q --allow-existing --python "$$(cat .python-version)" .venv

@@ -12,5 +12,5 @@ package_dir = {f"mixtron.{root}": root for root in ROOTS}
 setup(
     packages=[p for p in packages if p != "mixtron"],
     package_dir=package_dir,
-    package_data={"mixtron.slurm": ["*.j2"]},
+    package_data={"mixtron.slurm": ["*.j2"], "mixtron.launch.report": ["*.j2"]},
 )

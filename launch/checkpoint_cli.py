@@ -164,5 +164,46 @@ def convert_mixers(source: Path, target: Path, *, forget_gate: bool) -> None:
     console.print(f"{target}: written, {layers} layers converted", markup=False)
 
 
+@app.command("import")
+def import_(
+    source: Annotated[
+        Path, typer.Argument(help="A Hugging Face folder (Llama, Mistral, Qwen, GPT-NeoX).")
+    ],
+    run: Annotated[Path, typer.Argument(help="The run folder to write.")],
+) -> None:
+    """Make a run of a Hugging Face model: checkpoint of step 0, config and tokenizer."""
+    from mixtron.launch.train import quiet_libraries
+
+    quiet_libraries()
+    import torch
+
+    from mixtron.launch.exchange.importing import import_folder
+
+    console.print(f"{import_folder(source, run)}: written", markup=False)
+    torch.distributed.destroy_process_group()
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="A run (its newest checkpoint) or a checkpoint.")],
+    folder: Annotated[Path, typer.Argument(help="The Hugging Face folder to write.")],
+    remote_code: Annotated[
+        bool, typer.Option("--remote-code", help="A model file even where transformers has one.")
+    ] = False,
+) -> None:
+    """Write a Hugging Face folder: of a known family, or with a model file."""
+    from mixtron.launch.train import quiet_libraries
+
+    quiet_libraries()
+    import torch
+
+    from mixtron.launch.exchange.exporting import export_folder
+
+    written = export_folder(source, folder, remote_code=remote_code)
+    console.print(f"{folder}: written as {written}", markup=False)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def _progress(what: str):
     return lambda names: track(names, what, console=Console(stderr=True), transient=True)

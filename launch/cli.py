@@ -65,23 +65,6 @@ def schema() -> None:
 
 
 @app.command()
-def generate(
-    run_dir: Annotated[Path, typer.Argument(help="A run folder with checkpoints.")],
-    prompt: Annotated[str, typer.Option(help="The text to continue.")],
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add at most.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest.")] = 0.8,
-    seed: int = 0,
-) -> None:
-    """Continue a text from a run's newest checkpoint."""
-    from mixtron.launch.train import quiet_libraries
-
-    quiet_libraries()
-    from mixtron.launch.generate import generate as continue_text
-
-    print(continue_text(run_dir, prompt, tokens, temperature, seed))
-
-
-@app.command()
 def quickstart(
     folder: Annotated[
         Path, typer.Option("--dir", help="Where shards, run and plot are written.")
@@ -98,10 +81,14 @@ def mount_parts() -> None:
     from mixtron.launch.bench.cli import app as bench
     from mixtron.launch.checkpoint_cli import app as ckpt
     from mixtron.launch.eval_cli import app as evaluation
+    from mixtron.launch.inference.cli import add_to as add_inference
+    from mixtron.launch.report.cli import add_to as add_report
     from mixtron.launch.slurm.cli import add_to
     from mixtron.launch.spectral.cli import app as spectral
 
     add_to(app, prep)
+    add_inference(app, evaluation)
+    add_report(app)
     app.add_typer(prep, name="prep", help="Corpora into indexed shards.")
     app.add_typer(ckpt, name="ckpt", help="Look at checkpoints; check, compare, convert them.")
     app.add_typer(evaluation, name="eval")

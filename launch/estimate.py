@@ -19,7 +19,7 @@ def parameters(config: RunConfig) -> dict[str, int]:
         for part, count in config.mixers[name].parameters(width).items():
             key = f"{name}.{part}"
             parts[key] = parts.get(key, 0) + count
-    parts["mlp"] = model.layers * 3 * width * model.ffn_hidden_size
+    parts["mlp"] = model.layers * model.mlp_parameters
     parts["norms"] = NORM_PARAMETERS[model.norm] * (2 * model.layers + 1) * width
     if not model.tied_embeddings:
         parts["output"] = model.padded_vocab_size * width
@@ -30,7 +30,7 @@ def forward_flops_per_token(config: RunConfig) -> dict[str, float]:
     """Forward FLOPs a token by part (a multiply-add is 2), for documents of `sequence_length`."""
     model, length = config.model, config.data.sequence_length
     flops = {
-        "mlp": 2.0 * 3 * model.hidden_size * model.ffn_hidden_size * model.layers,
+        "mlp": 2.0 * model.mlp_matrices * model.hidden_size * model.ffn_hidden_size * model.layers,
         "output": 2.0 * model.hidden_size * model.padded_vocab_size,
     }
     for name in model.layer_mixers:

@@ -18,13 +18,7 @@ def start_torchrun(run_dir: Path, ranks: int, arguments: list[str]) -> int:
     code is read from the run folder; none there means that a rank was killed.
     """
     launch = uuid.uuid4().hex
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nproc-per-node", str(ranks)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
-        *("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"),
-        *("-m", "mixtron.launch.train", *arguments),
-    ]
+    command = _torchrun(ranks, "mixtron.launch.train", arguments)
     environment = {"OMP_NUM_THREADS": "1", **os.environ, exit_codes.LAUNCH_VARIABLE: launch}
     # torchrun passes the signal on, so that ranks whose launcher died save and stop.
     process = subprocess.Popen(
@@ -34,3 +28,24 @@ def start_torchrun(run_dir: Path, ranks: int, arguments: list[str]) -> int:
         signal.signal(number, lambda received, frame: process.send_signal(received))
     process.wait()
     return exit_codes.read_exit_file(run_dir, launch)
+
+
+def repeat_on_ranks(ranks: int) -> int:
+    """Runs this very command on `ranks` local ranks; 0, or FAILED where one of them said why."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    process = subprocess.run(
+        _torchrun(ranks, "mixtron.launch.cli", sys.argv[1:]),
+        env=environment,
+        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+    )
+    return exit_codes.FAILED if process.returncode else exit_codes.FINISHED
+
+
+def _torchrun(ranks: int, module: str, arguments: list[str]) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nproc-per-node", str(ranks)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+        *("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"),
+        *("-m", module, *arguments),
+    ]

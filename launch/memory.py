@@ -116,7 +116,7 @@ def stage_parameters(config: RunConfig, stage: int) -> float:
     width = model.hidden_size
     layers = layers_of_stage(config, stage)
     split = sum(sum(config.mixers[name].parameters(width).values()) for name in layers)
-    split += len(layers) * 3 * width * model.ffn_hidden_size
+    split += len(layers) * model.mlp_parameters
     vocabulary = model.padded_vocab_size * width
     first, last = stage == 0, stage == parallel.pipeline - 1
     split += vocabulary * first
@@ -189,7 +189,8 @@ def _layer_bytes(config: RunConfig, name: str) -> float:
 
 def _mlp_bytes(config: RunConfig) -> float:
     """SwiGLU's input, two halves, and its output, a token."""
-    return 3 * config.model.ffn_hidden_size * element_bytes(config) / config.parallel.tensor
+    kept = config.model.mlp_matrices * config.model.ffn_hidden_size
+    return kept * element_bytes(config) / config.parallel.tensor
 
 
 def _layer_backward(config: RunConfig, stage: int) -> float:

@@ -3,9 +3,12 @@
 import json
 import math
 import os
+import time
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
+
+from mixtron.launch.metrics_files import METRICS, STARTS, whole_rows
 
 
 class Metrics:
@@ -13,8 +16,9 @@ class Metrics:
 
     def __init__(self, run_dir: Path, *, first_step: int, total_steps: int, tensorboard: bool):
         self.total_steps = total_steps
-        self._path = run_dir / "metrics.jsonl"
-        _drop_later_lines(self._path, first_step)
+        self._path = run_dir / METRICS
+        reached = _drop_later_lines(self._path, first_step)
+        _record_start(run_dir / STARTS, first_step - 1, reached)
         self._file = open(self._path, "a", buffering=1)  # noqa: SIM115
         self._board = (
             SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
@@ -34,20 +38,30 @@ class Metrics:
             self._board.close()
 
 
-def _drop_later_lines(path: Path, first_step: int) -> None:
-    """Keeps whole lines of steps before `first_step`; a line that a kill cut short goes too."""
+def _drop_later_lines(path: Path, first_step: int) -> int:
+    """Keeps whole lines of steps before `first_step`; a line that a kill cut short goes too.
+
+    Returns:
+        The last step that was logged before; 0 where nothing was.
+    """
     if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] < first_step:
-                kept.append(line)
-        except ValueError:
-            continue
+        return 0
+    kept, reached = [], 0
+    for row in whole_rows(path):
+        reached = max(reached, row["step"])
+        if row["step"] < first_step:
+            kept.append(json.dumps(row))
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(f"{line}\n" for line in kept))
     os.replace(temporary, path)
+    return reached
+
+
+def _record_start(path: Path, after_step: int, reached_step: int) -> None:
+    """A line each time that training begins or goes on, for reports: the rest is never dropped."""
+    start = {"time": time.time(), "after_step": after_step, "reached_step": reached_step}
+    with path.open("a") as file:
+        file.write(json.dumps(start) + "\n")
 
 
 def step_line(step: int, total_steps: int, values: dict[str, float]) -> str:

@@ -18,7 +18,11 @@ class ModelConfig(Section):
     layers: Positive
     hidden_size: Positive
     ffn_hidden_size: Positive
-    """Width of the SwiGLU feed-forward part."""
+    """Width of the feed-forward part."""
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    mlp_bias: bool = False
+    parallel_residual: bool = False
+    """Mixer and MLP both read the layer's input, and their outputs are added, as in GPT-NeoX."""
     vocab_size: Positive
     """The tokenizer's true vocabulary, added tokens included."""
     vocab_multiple: Positive = 128
@@ -37,6 +41,17 @@ class ModelConfig(Section):
     @property
     def padded_vocab_size(self) -> int:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def mlp_matrices(self) -> int:
+        return 3 if self.mlp == "swiglu" else 2
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of one layer."""
+        biases = (self.mlp_matrices - 1) * self.ffn_hidden_size + self.hidden_size
+        matrices = self.mlp_matrices * self.hidden_size * self.ffn_hidden_size
+        return matrices + (biases if self.mlp_bias else 0)
 
     @property
     def layer_mixers(self) -> list[str]:

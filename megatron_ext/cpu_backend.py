@@ -10,6 +10,7 @@ import contextlib
 import functools
 
 import torch
+from torch.utils._device import _device_constructors
 
 _FACTORIES = [
     *("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange"),
@@ -37,6 +38,8 @@ def _patch_devices() -> None:
     cuda.nvtx.range_push = lambda *args, **kwargs: None
     cuda.nvtx.range_pop = lambda *args, **kwargs: None
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    # `with torch.device(...)` knows factories by identity: it must learn the plain ones first.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     # Megatron's optimizer sorts parameters by these strings and knows only the CUDA ones.

@@ -8,10 +8,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
 )
+from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
@@ -74,6 +76,19 @@ def _of_channels(config: TransformerConfig, hidden_size: int, start: float) -> n
     return parameter
 
 
+class ParallelResidualLayer(TransformerLayer):
+    """x + mixer(norm(x)) + mlp(norm'(x)), as in GPT-NeoX."""
+
+    def forward(self, hidden_states: Tensor, packed_seq_params: Batch | None = None, **_):  # type: ignore[override]
+        mixed = self.self_attention(
+            apply_module(self.input_layernorm)(hidden_states), packed_seq_params=packed_seq_params
+        )
+        fed = apply_module(self.mlp)(apply_module(self.pre_mlp_layernorm)(hidden_states))
+        options = (self.training, self.config.bias_dropout_fusion)
+        added = self.self_attn_bda(*options)(mixed, hidden_states, self.hidden_dropout)
+        return self.mlp_bda(*options)(fed, added, self.hidden_dropout), None
+
+
 class ShardedModule(MegatronModule):
     """A module whose checkpoint layout follows from its parameters' declarations."""
 
@@ -129,14 +144,20 @@ class FusedColumnParallel(ColumnParallelLinear):
     """
 
     def __init__(
-        self, config: TransformerConfig, input_size: int, components: dict[str, int], tp_group
+        self,
+        config: TransformerConfig,
+        input_size: int,
+        components: dict[str, int],
+        tp_group,
+        *,
+        bias: bool = False,
     ):
         super().__init__(
             input_size,
             sum(components.values()),
             config=config,
             init_method=_drawn_later,
-            bias=False,
+            bias=bias,
             gather_output=False,
             skip_bias_add=False,
             tp_group=tp_group,
@@ -150,6 +171,9 @@ class FusedColumnParallel(ColumnParallelLinear):
             tensor_dim=0,
             components=components,
         )
+        if bias:
+            assert self.bias is not None
+            declare(self.bias, constant(0.0), tensor_dim=0, components=components)
 
     def forward(self, hidden_TBD: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """The local slice of every component, in order. Gathers the sequence under SP."""
@@ -157,12 +181,12 @@ class FusedColumnParallel(ColumnParallelLinear):
         return output.split(self.local_sizes, dim=-1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        key = f"{prefix}weight"
-        assert self.weight is not None
         return {
-            key: component_factory(
-                key, self.weight, self.components, self.tp_group, sharded_offsets, metadata
+            f"{prefix}{name}": component_factory(
+                *(f"{prefix}{name}", parameter, self.components),
+                *(self.tp_group, sharded_offsets, metadata),
             )
+            for name, parameter in self.named_parameters(recurse=False)
         }
 
 
@@ -198,19 +222,22 @@ def _drawn_later(weight: Tensor) -> None:
 class OutputProjection(RowParallelLinear):
     """Back into the residual stream; scatters the sequence under SP."""
 
-    def __init__(self, config: TransformerConfig, input_size: int, tp_group):
+    def __init__(self, config: TransformerConfig, input_size: int, tp_group, *, bias: bool = False):
         super().__init__(
             input_size,
             config.hidden_size,
             config=config,
             init_method=_drawn_later,
-            bias=False,
+            bias=bias,
             input_is_parallel=True,
             skip_bias_add=True,
             tp_group=tp_group,
         )
         std = residual_std(config.init_method_std, config.num_layers)
         declare(self.weight, normal(std), tensor_dim=1)
+        if bias:
+            assert self.bias is not None
+            declare(self.bias, constant(0.0))
 
 
 class ShortConvolution(ShardedModule):

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.config import ModelConfig, ParallelConfig
-from mixtron.megatron_ext.layers import LayerNorm, RMSNorm
+from mixtron.megatron_ext.layers import LayerNorm, ParallelResidualLayer, RMSNorm
 from mixtron.megatron_ext.mixers import mixer_module
 from mixtron.megatron_ext.mixers.base import MixerConfig
 from mixtron.megatron_ext.output_layer import OutputLayer, used_entries
 from mixtron.megatron_ext.parallel import Ranks
-from mixtron.megatron_ext.parameters import declare, initialise, normal, residual_std
+from mixtron.megatron_ext.parameters import constant, declare, initialise, normal, residual_std
 
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # deprecation note
 
@@ -58,9 +58,9 @@ def transformer_config(
         num_attention_heads=parallel.tensor * num_attention_heads,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
+        gated_linear_unit=model.mlp == "swiglu",
+        activation_func=F.silu if model.mlp == "swiglu" else F.gelu,
+        add_bias_linear=model.mlp_bias,
         hidden_dropout=model.dropout,
         attention_dropout=0.0,
         init_method_std=model.init_std,
@@ -80,7 +80,8 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=on_gpu,
+        # The fused GELU is the one by tanh, which is another function.
+        bias_activation_fusion=on_gpu and model.mlp == "swiglu",
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
@@ -157,6 +158,8 @@ def _layer_specs(
     for name in model.layer_mixers[first : first + count]:
         mixer = mixers[name]
         spec: Any = copy.deepcopy(base)
+        if model.parallel_residual:
+            spec.module = ParallelResidualLayer
         spec.submodules.self_attention = ModuleSpec(
             module=mixer_module(mixer.type),
             params={"mixer": mixer},
@@ -182,8 +185,9 @@ def _scale_instead_of_norms(chunk: GPTModel, model: ModelConfig) -> None:
     layers: Any = chunk.decoder.layers
     for layer in layers:
         for branch in (layer.self_attention, layer.mlp):
-            # Megatron's modules return their output and a bias to be added later: here none.
-            branch.register_forward_hook(lambda module, inputs, output: (factor * output[0], None))
+            branch.register_forward_hook(
+                lambda module, inputs, output: tuple(x if x is None else factor * x for x in output)
+            )
 
 
 def _declare_library_parameters(chunk: GPTModel, model: ModelConfig) -> None:
@@ -198,9 +202,11 @@ def _declare_library_parameters(chunk: GPTModel, model: ModelConfig) -> None:
     ffn = model.ffn_hidden_size
     layers: Any = chunk.decoder.layers
     for layer in layers:
-        declare(
-            layer.mlp.linear_fc1.weight, draw, tensor_dim=0, components={"gate": ffn, "up": ffn}
-        )
+        parts = {"gate": ffn, "up": ffn} if model.mlp == "swiglu" else None
+        declare(layer.mlp.linear_fc1.weight, draw, tensor_dim=0, components=parts)
+        if model.mlp_bias:
+            declare(layer.mlp.linear_fc1.bias, constant(0.0), tensor_dim=0, components=parts)
+            declare(layer.mlp.linear_fc2.bias, constant(0.0))
         declare(
             layer.mlp.linear_fc2.weight,
             normal(residual_std(model.init_std, model.layers)),

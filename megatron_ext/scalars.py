@@ -20,6 +20,11 @@ class Scalars:
         added = torch.stack([sums.detach().double(), counts.double()])
         self._totals[names] = self._totals[names] + added if names in self._totals else added
 
+    def add_mean(self, name: str, values: Tensor) -> None:
+        """Adds every element of `values` to one named mean."""
+        count = torch.tensor([values.numel()], device=values.device)
+        self.add((name,), values.detach().sum(dtype=torch.float64)[None], count)
+
     def means(self, groups: ProcessGroupCollection) -> dict[str, float]:
         """Over all ranks, and known to all; names without items are left out. All ranks call it."""
         found: dict[str, float] = {}

@@ -31,6 +31,11 @@ class MixerConfig(BaseModel):
         """
         return self
 
+    def longest_sequence(self, trained_tokens: int) -> int | None:
+        """Tokens of the longest sequence whose positions a model trained on samples of
+        `trained_tokens` has met, or that its state can hold; None: there is no such limit."""
+        return None
+
     def parameters(self, hidden_size: int) -> dict[str, int]:
         """Trainable parameters of one layer's mixer by part, over all tensor-parallel ranks."""
         raise NotImplementedError

@@ -8,6 +8,7 @@ import pytest
 from mixtron.launch.config import load_config
 from tests.helpers.jobs import SEQUENCE, rows, small_config, write_config
 from tests.helpers.ranks import run_on_ranks
+from tests.launch.conftest import MIXERS
 
 
 def write(corpus: Path, folder: Path) -> Path:
@@ -17,7 +18,9 @@ def write(corpus: Path, folder: Path) -> Path:
         "adaptive": {**mixer, "lambda": "linear"},
         "fixed": {**mixer, "base": "gated_delta", "lambda": "fixed"},
     }
-    config["model"] |= {"pattern": ["adaptive", "fixed"], "dropout": 0.0}
+    config["mixers"] |= {name: MIXERS[name] for name in ("path_fox", "gated_sa", "sd")}
+    pattern = ["adaptive", "fixed", "kla", "path_fox", "gated_sa", "sd"]
+    config["model"] |= {"pattern": pattern, "layers": len(pattern), "dropout": 0.0}
     config["parallel"] = {}
     config["training"] |= {"steps": 4, "micro_batch_sequences": 2}
     config["logging"] = {"every_steps": 2}
@@ -32,7 +35,7 @@ def reported(config_path: str, overrides: list[str]) -> list[dict[str, float]]:
     config = load_config(config_path, overrides)
     run = prepare(config, *open_data(config)[1:])
     values = [train_step(run) for _ in range(2)]
-    return [{n: x for n, x in v.items() if n.startswith("lambda")} for v in values]
+    return [{n: x for n, x in v.items() if "/layer_" in n} for v in values]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,8 @@ def test_means_do_not_depend_on_the_layout(corpus, tmp_path, world, overrides):
     assert unlogged == {}
     levels = 1 + math.ceil(math.log2(SEQUENCE))
     names = {f"lambda_all/layer_{n}/level_{i}" for n in (1, 2) for i in range(levels)}
+    names |= {"kla_step_size/layer_3", "kla_decay/layer_3", "path_beta/layer_4"}
+    names |= {"forget_gate/layer_4", "sa_gate/layer_5", "swa_gate/layer_5", "sd_damping/layer_6"}
     assert names <= reference.keys()
     # A head's number does not depend on the token, and has hardly moved.
     assert reference["lambda_all/layer_2/level_3"] == pytest.approx(0.9992, abs=0.02)

@@ -26,6 +26,7 @@ from mixtron.megatron_ext.parameters import (
     draw_log_decay_rate,
     replicated,
 )
+from mixtron.megatron_ext.scalars import Scalars
 
 
 class Mixer(ShardedModule):
@@ -81,6 +82,8 @@ class Mixer(ShardedModule):
     def _mix(self, raw: list[Tensor], parts: dict[str, Tensor], batch: Batch) -> Tensor:
         """The whole stream, or this context rank's share of it. [B, T, J, V]."""
         q_BTHK, *writes = self._inputs(self.convolution.separately(raw, batch), parts)
+        if batch.scalars is not None:
+            self._report(writes[2], writes[3], batch.scalars)
         if batch.context_size > 1 and self.mixer.context_exchange == "heads":
             return self._mix_exchanged(unit_norm(q_BTHK), writes, batch)
         options = {"step_size": self.mixer.step_size, "cu_seqlens": batch.local_cu_seqlens}
@@ -106,6 +109,11 @@ class Mixer(ShardedModule):
             tail = self.convolution.tail(torch.cat(raw, dim=-1))
             batch.cache.layers[self.layer_number] = {"state": state_BJKV, "tail": tail}
         return o_BTJV
+
+    def _report(self, log_decay_BTJ: Tensor | None, eta_BTJ: Tensor, scalars: Scalars) -> None:
+        scalars.add_mean(f"kla_step_size/layer_{self.layer_number}", eta_BTJ)
+        if log_decay_BTJ is not None:
+            scalars.add_mean(f"kla_decay/layer_{self.layer_number}", log_decay_BTJ.exp())
 
     def _mix_exchanged(self, q_BTHK: Tensor, writes: list, batch: Batch) -> Tensor:
         """The whole stream for this context rank's share of the heads, there and back."""

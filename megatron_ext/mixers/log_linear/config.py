@@ -93,6 +93,9 @@ class Config(MixerConfig):
             rows["levels"] = self.value_heads * self.L
         return rows
 
+    def longest_sequence(self, trained_tokens: int) -> int | None:
+        return 2 ** (self.L - 1)
+
     def parameters(self, hidden_size: int) -> dict[str, int]:
         J, L = self.value_heads, self.L
         value, linear = J * self.value_dim, self.base == "gated_linear"

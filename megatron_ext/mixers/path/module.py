@@ -25,6 +25,7 @@ from mixtron.megatron_ext.mixers.path.gathered import pasts_of_segments
 from mixtron.megatron_ext.mixers.path.ring import attend_segments_before, ring_of
 from mixtron.megatron_ext.mixers.path.segments import Segments, segments_of
 from mixtron.megatron_ext.parameters import constant, normal, replicated
+from mixtron.megatron_ext.scalars import Scalars
 
 
 class Mixer(ShardedModule):
@@ -90,6 +91,8 @@ class Mixer(ShardedModule):
         """The whole stream, or this context rank's share of it. [1, T, H, K]."""
         convolved_TBE = None if raw_TBE is None else self.convolution(raw_TBE, batch)
         q, k, v, w, beta, log_forget = self._inputs(convolved_TBE, parts)
+        if batch.scalars is not None:
+            self._report(beta, log_forget, batch.scalars)
         if batch.context_size > 1 and self.mixer.context_exchange == "heads":
             return self._mix_exchanged((q, k, v, w, beta, log_forget), batch)
         if batch.context_size > 1:
@@ -144,6 +147,12 @@ class Mixer(ShardedModule):
                 )
             )
         return outputs
+
+    def _report(self, beta: Tensor | None, log_forget: Tensor | None, scalars: Scalars) -> None:
+        if beta is not None:
+            scalars.add_mean(f"path_beta/layer_{self.layer_number}", beta)
+        if log_forget is not None:
+            scalars.add_mean(f"forget_gate/layer_{self.layer_number}", log_forget.exp())
 
     def _mix_in_ring(
         self, inputs: list[tuple], segments: Segments, max_seqlen: int

@@ -58,6 +58,9 @@ class Config(MixerConfig):
         parts = {"query": self.width, "key": self.width, "value": self.width}
         return parts | ({"damping": self.heads} if self.d == "token" else {})
 
+    def longest_sequence(self, trained_tokens: int) -> int | None:
+        return trained_tokens if self.rope_base is not None else None
+
     def parameters(self, hidden_size: int) -> dict[str, int]:
         return {
             "projections": hidden_size * (sum(self.components().values()) + self.width),

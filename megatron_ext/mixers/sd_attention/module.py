@@ -58,6 +58,8 @@ class Mixer(ShardedModule):
         if batch.cache is not None:
             k_THE = torch.cat([k_THK, q_THK], dim=-1)
             batch.cache.layers[self.layer_number] = {"key": k_THE[None], "value": v_THK[None]}
+        if batch.scalars is not None:
+            batch.scalars.add_mean(f"sd_damping/layer_{self.layer_number}", d_TH)
         o_THK = sd_attention(
             q_THK,
             k_THK,

@@ -23,6 +23,12 @@ class Config(MixerConfig):
     """null: no position encoding."""
     qk_norm: bool = False
     """RMSNorm over each query and key head, before RoPE."""
+    qkv_bias: bool = False
+    """A bias on queries, keys and values, as Qwen2 has; it starts at 0."""
+    output_bias: bool = False
+    """One on the output projection as well, as GPT-NeoX has."""
+    rotary_dim: Annotated[int, Field(gt=0, multiple_of=2)] | None = None
+    """Channels of a head, the first ones, that RoPE rotates; null: all."""
     window: Positive | None = None
     """Tokens a token attends, itself included; null is all before it."""
 
@@ -32,6 +38,8 @@ class Config(MixerConfig):
     def _groups(self):
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.rotary_dim is not None and self.rotary_dim > self.head_dim:
+            raise ValueError(f"rotary_dim={self.rotary_dim} is more than head_dim={self.head_dim}")
         return self
 
     def components(self) -> dict[str, int]:
@@ -39,11 +47,17 @@ class Config(MixerConfig):
         kv = self.kv_heads * self.head_dim
         return {"query": self.heads * self.head_dim, "key": kv, "value": kv}
 
+    def longest_sequence(self, trained_tokens: int) -> int | None:
+        # Inside a window rotary positions are relative to it, wherever it is.
+        return trained_tokens if self.rope_base is not None and self.window is None else None
+
     def parameters(self, hidden_size: int) -> dict[str, int]:
         return {
             "projections": hidden_size
             * (sum(self.components().values()) + self.heads * self.head_dim),
             "norms": 2 * self.head_dim if self.qk_norm else 0,
+            "biases": self.qkv_bias * sum(self.components().values())
+            + self.output_bias * hidden_size,
         }
 
     def flops_per_token(self, hidden_size: int, sequence_length: int) -> float:

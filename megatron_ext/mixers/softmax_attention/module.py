@@ -27,9 +27,12 @@ class Mixer(ShardedModule):
         self.layer_number = layer_number
         self.cp_group = pg_collection.cp
         self.in_proj = FusedColumnParallel(
-            config, config.hidden_size, mixer.components(), self.tp_group
+            *(config, config.hidden_size, mixer.components(), self.tp_group),
+            bias=mixer.qkv_bias,
         )
-        self.out_proj = OutputProjection(config, mixer.heads * mixer.head_dim, self.tp_group)
+        self.out_proj = OutputProjection(
+            config, mixer.heads * mixer.head_dim, self.tp_group, bias=mixer.output_bias
+        )
         if mixer.qk_norm:
             self.q_norm_weight = self.new_parameter((mixer.head_dim,), constant(1.0))
             self.k_norm_weight = self.new_parameter((mixer.head_dim,), constant(1.0))
@@ -72,9 +75,17 @@ class Mixer(ShardedModule):
             eps = self.config.layernorm_epsilon
             q_THK, k_TGK = rms_norm(q_THK, q_weight, eps), rms_norm(k_TGK, k_weight, eps)
         if mixer.rope_base is not None:
-            cos, sin = batch.rope(mixer.rope_base, mixer.head_dim)
-            q_THK, k_TGK = apply_rope(q_THK, cos, sin), apply_rope(k_TGK, cos, sin)
+            q_THK, k_TGK = (self._rotated(x, batch) for x in (q_THK, k_TGK))
         return q_THK, k_TGK, v_TGK
+
+    def _rotated(self, x_THK: Tensor, batch: Batch) -> Tensor:
+        mixer = self.mixer
+        rotary_dim = mixer.rotary_dim or mixer.head_dim
+        assert mixer.rope_base is not None
+        rotated = apply_rope(x_THK[..., :rotary_dim], *batch.rope(mixer.rope_base, rotary_dim))
+        if rotary_dim == mixer.head_dim:
+            return rotated
+        return torch.cat([rotated, x_THK[..., rotary_dim:]], dim=-1)
 
     def _decode(self, q_BHK: Tensor, k_BGK: Tensor, v_BGK: Tensor, batch: Batch) -> Tensor:
         """Each sequence's newest query against its own cached keys. [B, 1, H K]."""

@@ -73,6 +73,11 @@ class Config(MixerConfig):
             rows |= {f"{path}_gate": gates for path in self.path_names()}
         return rows
 
+    def longest_sequence(self, trained_tokens: int) -> int | None:
+        if self.paths == "swa":
+            return None
+        return min(self.decode_capacity, trained_tokens if self.rope_base else self.decode_capacity)
+
     def parameters(self, hidden_size: int) -> dict[str, int]:
         return {
             "projections": hidden_size

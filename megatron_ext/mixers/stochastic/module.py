@@ -71,7 +71,7 @@ class Mixer(ShardedModule):
             attended = {
                 path: attend[path](q_THK, k_TGK, v_TGK, batch) for path in mixer.path_names()
             }
-        return self.out_proj(self._gated_sum(attended, parts).flatten(1)[:, None])
+        return self.out_proj(self._gated_sum(attended, parts, batch).flatten(1)[:, None])
 
     def _heads(self, parts: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         mixer = self.mixer
@@ -89,19 +89,22 @@ class Mixer(ShardedModule):
             q_THK, k_TGK = apply_rope(q_THK, cos, sin), apply_rope(k_TGK, cos, sin)
         return q_THK, k_TGK, v_TGK
 
-    def _gated_sum(self, attended: dict[str, Tensor], parts: dict[str, Tensor]) -> Tensor:
+    def _gated_sum(
+        self, attended: dict[str, Tensor], parts: dict[str, Tensor], batch: Batch
+    ) -> Tensor:
         """[T, H, K]. A path alone has no gate."""
         if len(attended) == 1:
             (o_THK,) = attended.values()
             return o_THK
         sa_THK, swa_THK = attended["sa"], attended["swa"]
-        sa_gate_TH, swa_gate_TH = (parts[f"{path}_gate"].flatten(0, 1) for path in attended)
+        gates = {path: parts[f"{path}_gate"].flatten(0, 1) for path in attended}
+        if batch.scalars is not None:
+            for path, gate_TH in gates.items():
+                batch.scalars.add_mean(f"{path}_gate/layer_{self.layer_number}", gate_TH.sigmoid())
         if self.mixer.kernel == "triton":
-            return gated_sum(sa_THK, swa_THK, sa_gate_TH, swa_gate_TH)
+            return gated_sum(sa_THK, swa_THK, gates["sa"], gates["swa"])
         heads = sa_THK.shape[1]
-        sa_THE, swa_THE = (
-            x.unflatten(-1, (heads, -1)).sigmoid() for x in (sa_gate_TH, swa_gate_TH)
-        )
+        sa_THE, swa_THE = (x.unflatten(-1, (heads, -1)).sigmoid() for x in gates.values())
         return sa_THK * sa_THE + swa_THK * swa_THE
 
     def draw_order(self, batch: Batch) -> Tensor:

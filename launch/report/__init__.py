@@ -1,0 +1,1 @@
+"""One page of figures of one or several runs."""
