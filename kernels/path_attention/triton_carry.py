@@ -1,0 +1,95 @@
+"""What the Householder maps are replaced by before attention: queries in versions, keys carried to
+right edges, logits inside tiles. Torch, linear in T but for the versions; differentiable."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mixtron.kernels.path_attention.blocks import (
+    key_blocks,
+    query_blocks,
+    same_document,
+    split_groups,
+    split_heads,
+)
+from mixtron.kernels.path_attention.segment import documents
+from mixtron.kernels.path_attention.triton_maps import Products, Versions
+
+
+@dataclass
+class Carried:
+    """Of S tokens in tiles of C, `span` tiles a span. fp32 but for the versions of the queries."""
+
+    q_near: Tensor
+    """[B, H, spans, pairs of tiles, C, K]: q to the right edge of an earlier tile of its span."""
+    q_far: Tensor
+    """[B, H, 1, pairs of spans, span C, K]: q to the right edge of an earlier span."""
+    k: Tensor
+    """[B, G, S, K]: carried to its tile's right edge."""
+    k_far: Tensor
+    """[B, G, S, K]: carried to its span's right edge."""
+    logits: Tensor
+    """[B, H, S, C] inside tiles, without gates, not masked."""
+
+
+def span_tiles(tokens: int, C: int) -> int:
+    """Tiles in a span, a power of 2 near the root of their number: a query has a version for about
+    half the tiles of its span and for about half the spans."""
+    tiles = max(1, -(-tokens // C))
+    return 2 ** ((tiles.bit_length() - 1) // 2)
+
+
+def workspace_bytes(S: int, K: int, shared: int, C: int, span: int) -> int:
+    """About what `carry` and its gradient need, for one key/value head of one row."""
+    tiles, spans = S // C, S // (C * span)
+    versions = 2 * S * K * shared * (span + spans) // 2
+    maps = 4 * K * K * (tiles * (span + 3) // 2 + spans * spans // 2)
+    return versions + 2 * maps + 4 * S * (8 * K * (1 + shared) + 4 * C * (1 + shared))
+
+
+def carry(
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    w_BTGK: Tensor,
+    beta_BTG: Tensor,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    C: int,
+    span: int,
+) -> Carried:
+    G, K = k_BTGK.shape[2:]
+    q, k, w, beta = (
+        F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % (span * C)))
+        for x in (q_BTHK, k_BTGK, w_BTGK, beta_BTG[..., None])
+    )
+    q_BGRNCK = split_heads(q, G, C, torch.float32) * scale
+    k_BGNCK, w_BGNCK, beta_BGNC1 = (split_groups(x, C, torch.float32) for x in (k, w, beta))
+    same_NCC = same_document(documents(cu_seqlens, q.shape[1], 0, q.device), C)
+    keys, transform = key_blocks(k_BGNCK, w_BGNCK, beta_BGNC1.squeeze(-1), None, same_NCC)
+    queries = query_blocks(q_BGRNCK, k_BGNCK, transform, None, same_NCC)
+    assert keys.map_BGNKK is not None
+
+    map_BGMLKK = keys.map_BGNKK.unflatten(2, (-1, span))
+    identity_KK = torch.eye(K, dtype=map_BGMLKK.dtype, device=map_BGMLKK.device)
+    identity_BGM1KK = identity_KK.expand(*map_BGMLKK.shape[:3], 1, K, K)
+    near_BGMPKK = Products.apply(torch.cat([identity_BGM1KK, map_BGMLKK], dim=3))
+    to_end_BGMLKK = near_BGMPKK[:, :, :, span * (span + 1) // 2 :]
+    to_start = [t * (t + 1) // 2 for t in range(span)]
+    far_BGPKK = Products.apply(to_end_BGMLKK[:, :, :-1, 0])
+
+    q_BGRMLCK = queries.q_BGRNCK.unflatten(3, (-1, span))
+    q_far_BGRMLCK = q_BGRMLCK @ near_BGMPKK[:, :, None, :, to_start]
+    k_BGMLCK = keys.k_BGNCK.unflatten(2, (-1, span))
+    k_far_BGMLCK = k_BGMLCK @ to_end_BGMLKK[:, :, :, 1:].mT
+    q_near = Versions.apply(q_BGRMLCK.flatten(1, 2).contiguous(), near_BGMPKK, True, q.dtype, C)
+    q_far = Versions.apply(
+        q_far_BGRMLCK.flatten(1, 2).flatten(3, 4)[:, :, None].contiguous(),
+        far_BGPKK[:, :, None],
+        False,
+        q.dtype,
+        C,
+    )
+    logits_BHSC = queries.logits_BGRNCC.flatten(1, 2).flatten(2, 3).contiguous()
+    return Carried(q_near, q_far, k_BGMLCK.flatten(2, 4), k_far_BGMLCK.flatten(2, 4), logits_BHSC)

@@ -1,0 +1,308 @@
+"""PaTH attention on a GPU: prepares pieces of the heads, launches the kernels, gives autograd what
+they return."""
+
+# Launches take keywords that the kernels' signatures do not have.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from mixtron.kernels.path_attention.segment import documents
+from mixtron.kernels.path_attention.triton_backward import delta_kernel, key_kernel, query_kernel
+from mixtron.kernels.path_attention.triton_carry import Carried, carry, span_tiles, workspace_bytes
+from mixtron.kernels.path_attention.triton_forward import forward_kernel
+from mixtron.kernels.path_attention.triton_gates import gate_gradient, gate_sums
+from mixtron.kernels.path_attention.triton_plan import Launch, launch_plan
+from mixtron.kernels.triton_tools import INTERPRETED, product_dtype
+
+HEAD_DIMS = (64, 128)
+WORKSPACE_BYTES = 2**30
+"""Of what is in memory at once beyond inputs and results; heads are taken in pieces that fit."""
+LOG2_E = 1.4426950408889634
+
+
+def path_attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    beta: Tensor | None,
+    log_forget: Tensor | None,
+    past_k: Tensor | None,
+    past_v: Tensor | None,
+    past_gate: Tensor | None,
+    *,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Arguments of `path_attention` in its order, the gate scaled already, for bf16 on a GPU with K
+    and V of 64 or 128 and without a past.
+
+    Raises:
+        ValueError: what it cannot take.
+    """
+    del past_v, past_gate, max_seqlen  # documents' ends bound what is visited
+    K, V = q.shape[-1], v.shape[-1]
+    if past_k is not None:
+        raise ValueError("past is given: the triton form takes none")
+    if not INTERPRETED:
+        if q.device.type != "cuda" or q.dtype != torch.bfloat16:
+            raise ValueError(f"q_BTHK is {q.dtype} on {q.device}: the triton form takes bf16 on a GPU")
+        if K not in HEAD_DIMS or V not in HEAD_DIMS:
+            raise ValueError(f"K={K}, V={V}: the triton form takes 64 or 128 for each")
+    return _Attention.apply(q, k, v, w, beta, log_forget, scale, cu_seqlens)  # type: ignore[return-value]
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps the inputs, the output and the log-sum-exp; backward computes the rest anew."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, w, beta, log_forget, scale, cu_seqlens):  # type: ignore[override]
+        inputs = Inputs(*(_contiguous(x) for x in (q, k, v, w, beta, log_forget)))
+        layout = layout_of(inputs, cu_seqlens)
+        o_BTHV, lse_BHS = q.new_empty(*q.shape[:3], v.shape[3]), layout.rows(q)
+        for rows, groups in pieces(inputs, layout):
+            part = inputs.part(rows, groups)
+            carried = None
+            if w is not None:
+                carried = carry(*part.carried(), scale, cu_seqlens, layout.tile, layout.span)
+            found = attend(part, carried, layout, scale)
+            heads = inputs.heads_of(groups)
+            o_BTHV[rows, :, heads], lse_BHS[rows, heads] = found
+        ctx.save_for_backward(*vars(inputs).values(), o_BTHV, lse_BHS, cu_seqlens)
+        ctx.scale = scale
+        return o_BTHV
+
+    @staticmethod
+    def backward(ctx, do_BTHV):  # type: ignore[override]
+        *saved, o_BTHV, lse_BHS, cu_seqlens = ctx.saved_tensors
+        inputs, do_BTHV = Inputs(*saved), do_BTHV.contiguous()
+        layout = layout_of(inputs, cu_seqlens)
+        delta_BHS = layout.rows(inputs.q)
+        (B, T, H, _), V = inputs.q.shape, do_BTHV.shape[3]
+        delta_kernel[(layout.S // layout.tile, B * H)](
+            o_BTHV, do_BTHV, delta_BHS, T, layout.S, H=H, V=V, C=layout.tile
+        )
+        gradients = Inputs(*(None if x is None else torch.empty_like(x) for x in saved))
+        for rows, groups in pieces(inputs, layout):
+            heads = inputs.heads_of(groups)
+            do, lse, delta = (
+                x.contiguous()
+                for x in (do_BTHV[rows, :, heads], lse_BHS[rows, heads], delta_BHS[rows, heads])
+            )
+            part = inputs.part(rows, groups)
+            found = attend_backward(part, do, lse, delta, layout, ctx.scale, cu_seqlens)
+            for name, x in vars(gradients).items():
+                if x is not None:
+                    x[rows, :, heads if name in ("q", "log_forget") else groups] = getattr(found, name)
+        return *vars(gradients).values(), None, None
+
+
+@dataclass
+class Inputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor | None
+    beta: Tensor | None
+    log_forget: Tensor | None
+
+    def heads_of(self, groups: slice) -> slice:
+        shared = self.q.shape[2] // self.k.shape[2]
+        return slice(groups.start * shared, groups.stop * shared)
+
+    def part(self, rows: slice, groups: slice) -> "Inputs":
+        heads = self.heads_of(groups)
+        of_heads = (heads, groups, groups, groups, groups, heads)
+        taken = zip(vars(self).values(), of_heads, strict=True)
+        return Inputs(*(None if x is None else x[rows, :, h].contiguous() for x, h in taken))
+
+    def carried(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.q, self.k, self.w, self.beta
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tokens are cut."""
+
+    tile: int
+    span: int
+    """Tiles in a span."""
+    S: int
+    """Tokens, filled up to whole tiles, or with maps to whole spans."""
+    start_S: Tensor | None
+    """[S] int32: where each token's document starts; None: one document a row."""
+    end_S: Tensor | None
+
+    def rows(self, q_BTHK: Tensor) -> Tensor:
+        B, _, H, _ = q_BTHK.shape
+        return q_BTHK.new_empty(B, H, self.S, dtype=torch.float32)
+
+
+def layout_of(inputs: Inputs, cu_seqlens: Tensor | None) -> Layout:
+    T, C = inputs.q.shape[1], launch_plan(inputs.q.device).tile
+    span = 1 if inputs.w is None else span_tiles(T, C)
+    S = triton.cdiv(T, span * C) * span * C
+    start_S = end_S = None
+    if cu_seqlens is not None:
+        bounds = F.pad(cu_seqlens.long(), (0, 1), value=S)
+        document_S = documents(cu_seqlens, S, 0, cu_seqlens.device)
+        start_S, end_S = bounds[document_S - 1].int(), bounds[document_S].int()
+    return Layout(C, span, S, start_S, end_S)
+
+
+def pieces(inputs: Inputs, layout: Layout) -> Iterator[tuple[slice, slice]]:
+    """Rows of the batch and key/value heads that are taken at a time."""
+    B, _, G, _ = inputs.k.shape
+    if inputs.w is None:
+        yield slice(0, B), slice(0, G)
+        return
+    shared = inputs.q.shape[2] // G
+    one = workspace_bytes(layout.S, inputs.q.shape[3], shared, layout.tile, layout.span)
+    fits = max(1, WORKSPACE_BYTES // one)
+    rows = min(B, fits)
+    groups = min(G, max(1, fits // rows))
+    for b in range(0, B, rows):
+        for g in range(0, G, groups):
+            yield slice(b, min(b + rows, B)), slice(g, min(g + groups, G))
+
+
+def attend(
+    inputs: Inputs, carried: Carried | None, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output [B, T, H, V] and log-sum-exp [B, H, S]."""
+    o_BTHV = inputs.q.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
+    lse_BHS = layout.rows(inputs.q)
+    launch = launch_plan(inputs.q.device).forward
+    arguments, options = _common(inputs, carried, layout, launch, scale)
+    B, H = lse_BHS.shape[:2]
+    forward_kernel[(layout.S // layout.tile, B * H)](
+        *arguments[:9],
+        layout.start_S,
+        o_BTHV,
+        lse_BHS,
+        *arguments[9:],
+        **options,
+    )
+    return o_BTHV, lse_BHS
+
+
+def attend_backward(
+    inputs: Inputs,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    layout: Layout,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> Inputs:
+    """The gradients of a piece's inputs."""
+    carried = leaves = None
+    if inputs.w is not None:
+        leaves = [x.detach().requires_grad_() for x in inputs.carried() if x is not None]
+        with torch.enable_grad():
+            carried = carry(*leaves, scale, cu_seqlens, layout.tile, layout.span)
+    dk, dk_far, dv, columns_2BHS = _key_gradients(
+        inputs, carried, do, lse, delta, layout, scale
+    )
+    dq, rows_BHS = _query_gradients(inputs, carried, do, lse, delta, layout, scale)
+    found = replace(inputs, q=dq, k=dk, v=dv)
+    if inputs.log_forget is not None:
+        ds_BHS = rows_BHS - columns_2BHS.sum(0)
+        found.log_forget = gate_gradient(ds_BHS, inputs.log_forget, layout.start_S, layout.end_S)
+    if carried is not None:
+        # The kernels put the gradients of the versions and of the logits in these's own places.
+        gradients = [carried.q_near, carried.q_far, dk, dk_far, carried.logits]
+        found.q, found.k, found.w, found.beta = torch.autograd.grad(
+            list(vars(carried).values()), leaves, [x.detach() for x in gradients]
+        )
+    return found
+
+
+def _key_gradients(inputs, carried, do, lse, delta, layout, scale):
+    launch = launch_plan(do.device).keys
+    arguments, options = _common(inputs, carried, layout, launch, scale)
+    dk, dk_far, dv = torch.empty_like(inputs.k), None, torch.empty_like(inputs.v)
+    if carried is not None:
+        dk, dk_far = torch.empty_like(carried.k), torch.empty_like(carried.k_far)
+    columns_2BHS = None
+    if inputs.log_forget is not None:
+        columns_2BHS = lse.new_empty(1 if carried is None else 2, *lse.shape)
+    B, _, G, _ = inputs.k.shape
+    key_kernel[(layout.S // layout.tile, B * G)](
+        *arguments[:9],
+        layout.start_S,
+        layout.end_S,
+        do,
+        lse,
+        delta,
+        dk,
+        dk_far,
+        dv,
+        columns_2BHS,
+        *arguments[9:],
+        **options,
+    )
+    return dk, dk_far, dv, columns_2BHS
+
+
+def _query_gradients(inputs, carried, do, lse, delta, layout, scale):
+    launch = launch_plan(do.device).queries
+    arguments, options = _common(inputs, carried, layout, launch, scale)
+    dq = torch.empty_like(inputs.q) if carried is None else None
+    rows_BHS = None if inputs.log_forget is None else torch.empty_like(lse)
+    B, H = lse.shape[:2]
+    query_kernel[(layout.S // layout.tile, B * H)](
+        *arguments[:9],
+        layout.start_S,
+        do,
+        lse,
+        delta,
+        dq,
+        rows_BHS,
+        *arguments[9:],
+        **options,
+    )
+    return dq, rows_BHS
+
+
+def _common(
+    inputs: Inputs, carried: Carried | None, layout: Layout, launch: Launch, scale: float
+) -> tuple[list, dict]:
+    """What all three kernels are given: operands first, sizes after; and what they are compiled
+    for."""
+    (B, T, H, K), (G, V) = inputs.q.shape, inputs.v.shape[2:]
+    gates = totals = None
+    if inputs.log_forget is not None:
+        gates, totals = gate_sums(inputs.log_forget, layout.S, layout.tile, launch.block)
+    if carried is None:
+        operands = [inputs.q, None, None, inputs.k, None, inputs.v, None]
+    else:
+        k, k_far = (x.detach().to(inputs.k.dtype) for x in (carried.k, carried.k_far))
+        operands = [None, carried.q_near, carried.q_far, k, k_far, inputs.v, carried.logits]
+    sizes = [scale * LOG2_E, T, layout.S, layout.span, B * H * layout.S]
+    options = {
+        "H": H,
+        "G": G,
+        "K": K,
+        "V": V,
+        "C": layout.tile,
+        "BLOCK": launch.block,
+        "MAPS": carried is not None,
+        "GATE": gates is not None,
+        "DOCUMENTS": layout.start_S is not None,
+        "PRODUCT": product_dtype(inputs.q.dtype),
+        "STAGES": launch.stages,
+        "num_warps": launch.warps,
+    }
+    return [*operands, gates, totals, *sizes], options
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
