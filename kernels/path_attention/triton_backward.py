@@ -17,7 +17,9 @@ from mixtron.kernels.triton_tools import tile
 
 
 @triton.jit
-def delta_kernel(o_BTHV, do_BTHV, delta_BHS, T, S, H: tl.constexpr, V: tl.constexpr, C: tl.constexpr):
+def delta_kernel(
+    o_BTHV, do_BTHV, delta_BHS, T, S, H: tl.constexpr, V: tl.constexpr, C: tl.constexpr
+):
     """rowsum(do o) of a tile of rows of one head."""
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
@@ -97,7 +99,7 @@ def key_kernel(
         end = tl.cdiv(end, BLOCK) * BLOCK
     dk_CK = tl.zeros([C, K], tl.float32)
     dv_CV = tl.zeros([C, V], tl.float32)
-    for r in range(0, R):
+    for r in range(R):
         h = g * R + r
         bh = b * H + h
         do = do_BTHV + b * T * H * V + h * V
@@ -109,7 +111,7 @@ def key_kernel(
             after_C = tl.load(gates + plane + bh * S + u_C)
             until, total = gates + 2 * plane + bh * S, totals + bh * (S // BLOCK)
         column_C = tl.zeros([C], tl.float32)
-        for i in range(0, C // BLOCK):
+        for i in range(C // BLOCK):
             first = (a * C + i * BLOCK).to(tl.int64)
             t_B = first + column
             within_B1 = (t_B < T)[:, None]
@@ -168,7 +170,7 @@ def key_kernel(
         k_CK = tl.load(tile(k_far, bg * S + a * C, K, row_C, key_K)).to(PRODUCT)
         span, u = a // span_tiles, a % span_tiles
         spans = S // (span_tiles * C)
-        for r in range(0, R):
+        for r in range(R):
             h = g * R + r
             bh = b * H + h
             do = do_BTHV + b * T * H * V + h * V
@@ -330,7 +332,7 @@ def query_kernel(
         q_CK = tl.load(q_tile, inside_C1, 0.0).to(PRODUCT)
     dq_CK = tl.zeros([C, K], tl.float32)
     sum_C = tl.zeros([C], tl.float32)
-    for i in range(0, C // BLOCK):
+    for i in range(C // BLOCK):
         first = (a * C + i * BLOCK).to(tl.int64)
         u_B = first + column
         within_B1 = (u_B < T)[:, None]
@@ -364,7 +366,7 @@ def query_kernel(
         pairs = span_tiles * (span_tiles - 1) // 2
         spans = S // (span_tiles * C)
         version = (bh * spans + span) * pairs + t * (t - 1) // 2
-        for i in range(0, t):
+        for i in range(t):
             u = t - 1 - i
             q_tile = tile(q_near, (version + u) * C, K, row_C, key_K)
             hi = (span * span_tiles + u + 1) * C
@@ -377,7 +379,7 @@ def query_kernel(
             tl.store(q_tile, dq_CK.to(q_near.dtype.element_ty))
         keys = k_far + (b * G + g) * S * K
         version = bh * (spans * (spans - 1) // 2) + span * (span - 1) // 2
-        for i in range(0, span):
+        for i in range(span):
             m = span - 1 - i
             q_tile = tile(q_far, ((version + m) * span_tiles + t) * C, K, row_C, key_K)
             hi = (m + 1) * span_tiles * C

@@ -84,7 +84,7 @@ def forward_kernel(
     top_C = tl.full([C], -1e30, tl.float32)
     sum_C = tl.zeros([C], tl.float32)
     acc_CV = tl.zeros([C, V], tl.float32)
-    for i in range(0, C // BLOCK):
+    for i in range(C // BLOCK):
         first = (a * C + i * BLOCK).to(tl.int64)
         u_B = first + column
         within_B1 = (u_B < T)[:, None]
@@ -113,7 +113,7 @@ def forward_kernel(
         pairs = span_tiles * (span_tiles - 1) // 2
         spans = S // (span_tiles * C)
         version = (bh * spans + span) * pairs + t * (t - 1) // 2
-        for i in range(0, t):
+        for i in range(t):
             u = t - 1 - i
             q_CK = tl.load(tile(q_near, (version + u) * C, K, row_C, key_K)).to(PRODUCT)
             hi = (span * span_tiles + u + 1) * C
@@ -124,7 +124,7 @@ def forward_kernel(
             )  # fmt: skip
         keys = k_far + (b * G + g) * S * K
         version = bh * (spans * (spans - 1) // 2) + span * (span - 1) // 2
-        for i in range(0, span):
+        for i in range(span):
             m = span - 1 - i
             first_row = ((version + m) * span_tiles + t) * C
             q_CK = tl.load(tile(q_far, first_row, K, row_C, key_K)).to(PRODUCT)

@@ -1,5 +1,5 @@
-"""What carries queries over several blocks at once: products of maps, and the versions of a block of
-queries that meet the keys of each earlier block.
+"""What carries queries over several blocks at once: products of maps, and the versions of a block
+of queries that meet the keys of each earlier block.
 
 A sequence of L blocks with maps P_0 .. P_{L-1} has L (L - 1) / 2 pairs t > b, in the order (1, 0),
 (2, 0), (2, 1), ...: pair (t, b) is number t (t - 1) / 2 + b. `Products` gives for t = 1 .. L
@@ -144,7 +144,7 @@ def version_query_kernel(
     bg = bh // H * G + bh % H // (H // G)
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     dq_CK = tl.zeros([C, K], tl.float32)
-    for b in range(0, t):
+    for b in range(t):
         at = tl.load(at_LL + t * L + b)
         pair = (bh * M + m) * P + t * (t - 1) // 2 + b
         dout_CK = tl.load(tile(dout, pair * U + part * C, K, row_C, key_K)).to(LOW)
@@ -167,7 +167,7 @@ def version_map_kernel(
     at = tl.load(pairs_3P + 2 * P + p)
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     dR_KK = tl.zeros([K, K], tl.float32)
-    for i in range(0, (H // G) * (U // C)):
+    for i in range((H // G) * (U // C)):
         bh = bg // G * H + bg % G * (H // G) + i // (U // C)
         first = i % (U // C) * C
         q_CK = tl.load(tile(q, ((bh * M + m) * L + t) * U + first, K, row_C, key_K)).to(LOW)

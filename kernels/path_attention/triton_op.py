@@ -53,7 +53,9 @@ def path_attention_triton(
         raise ValueError("past is given: the triton form takes none")
     if not INTERPRETED:
         if q.device.type != "cuda" or q.dtype != torch.bfloat16:
-            raise ValueError(f"q_BTHK is {q.dtype} on {q.device}: the triton form takes bf16 on a GPU")
+            raise ValueError(
+                f"q_BTHK is {q.dtype} on {q.device}: the triton form takes bf16 on a GPU"
+            )
         if K not in HEAD_DIMS or V not in HEAD_DIMS:
             raise ValueError(f"K={K}, V={V}: the triton form takes 64 or 128 for each")
     return _Attention.apply(q, k, v, w, beta, log_forget, scale, cu_seqlens)  # type: ignore[return-value]
@@ -100,7 +102,9 @@ class _Attention(torch.autograd.Function):
             found = attend_backward(part, do, lse, delta, layout, ctx.scale, cu_seqlens)
             for name, x in vars(gradients).items():
                 if x is not None:
-                    x[rows, :, heads if name in ("q", "log_forget") else groups] = getattr(found, name)
+                    x[rows, :, heads if name in ("q", "log_forget") else groups] = getattr(
+                        found, name
+                    )
         return *vars(gradients).values(), None, None
 
 
@@ -208,9 +212,7 @@ def attend_backward(
         leaves = [x.detach().requires_grad_() for x in inputs.carried() if x is not None]
         with torch.enable_grad():
             carried = carry(*leaves, scale, cu_seqlens, layout.tile, layout.span)
-    dk, dk_far, dv, columns_2BHS = _key_gradients(
-        inputs, carried, do, lse, delta, layout, scale
-    )
+    dk, dk_far, dv, columns_2BHS = _key_gradients(inputs, carried, do, lse, delta, layout, scale)
     dq, rows_BHS = _query_gradients(inputs, carried, do, lse, delta, layout, scale)
     found = replace(inputs, q=dq, k=dk, v=dv)
     if inputs.log_forget is not None:
