@@ -4,7 +4,6 @@ python -m mixtron.kernels.path_attention.bench [--sweep] [--width 128]
 """
 
 import argparse
-import itertools
 from collections.abc import Callable
 
 import torch
@@ -17,6 +16,20 @@ from mixtron.kernels.path_attention import path_attention, triton_op
 from mixtron.kernels.path_attention.triton_plan import Launch, Plan
 
 SHAPES = ((8, 4096, 16), (1, 32768, 16))
+SWEEP = {
+    "forward": [
+        (64, 8, 2),
+        (64, 8, 3),
+        (64, 8, 4),
+        (128, 8, 1),
+        (128, 8, 2),
+        (32, 8, 3),
+        (64, 4, 3),
+    ],
+    "keys": [(32, 8, 2), (32, 8, 3), (32, 8, 4), (64, 8, 1), (64, 8, 2), (64, 8, 3)],
+    "queries": [(32, 8, 2), (32, 8, 3), (64, 8, 1), (64, 8, 2), (64, 8, 3), (128, 8, 1)],
+}
+"""Which launches --sweep times: block, warps, stages."""
 LONGEST = (1, 131072, 16)
 FORMS = {"FoX": "g", "PaTH": "wb", "PaTH-FoX": "wbg"}
 
@@ -111,24 +124,20 @@ def sweep(width: int) -> None:
     leaves = list(inputs.values())
     plan = triton_op.launch_plan(torch.device("cuda"))
     grad = torch.randn_like(inputs["v_BTGV"])
-    for which in ("forward", "keys", "queries"):
+    for which, launches in SWEEP.items():
         rows = []
-        for tile, block, warps, stages in itertools.product(
-            (128, 64), (32, 64, 128), (4, 8), (1, 2, 3, 4)
-        ):
-            if block > tile or (tile == 128 and warps == 4 and width == 128):
-                continue
-            choice = {"tile": tile, which: Launch(block, warps, stages)}
+        for block, warps, stages in launches:
+            choice = {which: Launch(block, warps, stages)}
             triton_op.launch_plan = lambda _, choice=choice: Plan(**(vars(plan) | choice))
             try:
                 times = phases(inputs, leaves, grad)[which]
             except Exception as error:  # does not fit: a row that says so
-                print(which, tile, block, warps, stages, type(error).__name__, flush=True)
+                print(which, block, warps, stages, type(error).__name__, flush=True)
                 continue
-            rows.append([tile, block, warps, stages, times])
+            rows.append([block, warps, stages, times])
         rows.sort(key=lambda r: r[-1])
         print(f"\n{which}, head size {width}\n")
-        print(measure.table(("tile", "block", "warps", "stages", "ms"), rows[:8]), flush=True)
+        print(measure.table(("block", "warps", "stages", "ms"), rows), flush=True)
     triton_op.launch_plan = lambda _: plan
 
 

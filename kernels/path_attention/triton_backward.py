@@ -12,11 +12,11 @@ same ds, so their running difference is what lies across a token (triton_op.py).
 import triton
 import triton.language as tl
 
-from mixtron.kernels.path_attention.triton_forward import LOG2_E
+from mixtron.kernels.path_attention.triton_forward import LOG2_E, VARYING
 from mixtron.kernels.triton_tools import tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING[:1])
 def delta_kernel(
     o_BTHV, do_BTHV, delta_BHS, T, S, H: tl.constexpr, V: tl.constexpr, C: tl.constexpr
 ):
@@ -33,7 +33,7 @@ def delta_kernel(
     tl.store(delta_BHS + bh * S + t_C, tl.sum(o_CV.to(tl.float32) * do_CV.to(tl.float32), 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def key_kernel(
     q,
     q_near,
@@ -261,7 +261,7 @@ def _walk_queries(
     return dk_CK, dv_CV, column_C, between
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def query_kernel(
     q,
     q_near,

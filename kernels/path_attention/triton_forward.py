@@ -13,9 +13,11 @@ from mixtron.kernels.triton_tools import tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+VARYING = ("T", "span_tiles")
+"""Of which no value is worth a compilation of its own."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q,
     q_near,

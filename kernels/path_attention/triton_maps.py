@@ -16,6 +16,9 @@ from torch import Tensor
 
 from mixtron.kernels.triton_tools import INTERPRETED, tile
 
+VARYING = ("M", "L", "P", "products", "H", "G", "U")
+"""Of which no value is worth a compilation of its own."""
+
 
 class Products(torch.autograd.Function):
     """[..., L, K, K] maps to [..., L (L + 1) / 2, K, K] products R_tb, t = 1 .. L."""
@@ -108,11 +111,10 @@ def _shape(q_BHMLUK: Tensor, R_BGMPKK: Tensor, rows: int) -> dict:
     return {"H": H, "G": R_BGMPKK.shape[1], "U": U, "K": K, "C": rows, "LOW": low}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def version_kernel(
     q, R, pairs_3P, out, M, L, P, products,
-    H: tl.constexpr, G: tl.constexpr, U: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
-    LOW: tl.constexpr,
+    H, G, U, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """C rows of one pair: in tf32, so that what is rounded to bf16 is rounded once."""
     part = tl.program_id(0) % (U // C)
@@ -130,11 +132,10 @@ def version_kernel(
     tl.store(out_tile, out_CK.to(out.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def version_query_kernel(
     dout, R, at_LL, dq, M, L, P, products,
-    H: tl.constexpr, G: tl.constexpr, U: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
-    LOW: tl.constexpr,
+    H, G, U, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """dq = sum over b of dout_tb R_tb^T, for C rows of block t."""
     part = tl.program_id(0) % (U // C)
@@ -153,11 +154,10 @@ def version_query_kernel(
     tl.store(tile(dq, ((bh * M + m) * L + t) * U + part * C, K, row_C, key_K), dq_CK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def version_map_kernel(
     q, dout, pairs_3P, dR, M, L, P, products,
-    H: tl.constexpr, G: tl.constexpr, U: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
-    LOW: tl.constexpr,
+    H, G, U, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """dR_tb = q_t^T dout_tb over all rows and the query heads that share the map."""
     p = tl.program_id(0) % P
