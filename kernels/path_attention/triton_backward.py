@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from mixtron.kernels.path_attention.triton_forward import LOG2_E, VARYING
+from mixtron.kernels.path_attention.triton_maps import row_of_pairs
 from mixtron.kernels.triton_tools import tile
 
 
@@ -57,6 +58,7 @@ def key_kernel(
     T,
     S,
     span_tiles,
+    lags,
     plane,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -183,9 +185,9 @@ def key_kernel(
                 for i in range((a + 1) * (C // BLOCK), (span + 1) * span_tiles * (C // BLOCK)):
                     between += tl.load(total + i)
             column_C = tl.zeros([C], tl.float32)
-            for n in range(span + 1, spans):
+            for n in range(span + 1, tl.minimum(spans, span + lags + 1)):
                 lo = n * span_tiles * C
-                version = bh * (spans * (spans - 1) // 2) + n * (n - 1) // 2 + span
+                version = bh * row_of_pairs(spans, lags) + row_of_pairs(n + 1, lags) - n + span
                 versions = q_far + version * span_tiles * C * K
                 dk_CK, dv_CV, column_C, between = _walk_queries(
                     dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, versions, do,
@@ -282,6 +284,7 @@ def query_kernel(
     T,
     S,
     span_tiles,
+    lags,
     plane,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -378,10 +381,10 @@ def query_kernel(
             )  # fmt: skip
             tl.store(q_tile, dq_CK.to(q_near.dtype.element_ty))
         keys = k_far + (b * G + g) * S * K
-        version = bh * (spans * (spans - 1) // 2) + span * (span - 1) // 2
-        for i in range(span):
+        version = bh * row_of_pairs(spans, lags) + row_of_pairs(span + 1, lags)
+        for i in range(tl.minimum(span, lags)):
             m = span - 1 - i
-            q_tile = tile(q_far, ((version + m) * span_tiles + t) * C, K, row_C, key_K)
+            q_tile = tile(q_far, ((version - 1 - i) * span_tiles + t) * C, K, row_C, key_K)
             hi = (m + 1) * span_tiles * C
             dq_CK, sum_C, between = _walk_keys(
                 tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),

@@ -15,7 +15,7 @@ from mixtron.kernels.path_attention.blocks import (
     split_heads,
 )
 from mixtron.kernels.path_attention.segment import documents
-from mixtron.kernels.path_attention.triton_maps import Products, Versions
+from mixtron.kernels.path_attention.triton_maps import Products, Versions, pair_row
 
 
 @dataclass
@@ -41,11 +41,11 @@ def span_tiles(tokens: int, C: int) -> int:
     return 2 ** ((tiles.bit_length() - 1) // 2)
 
 
-def workspace_bytes(S: int, K: int, shared: int, C: int, span: int) -> int:
+def workspace_bytes(S: int, K: int, shared: int, C: int, span: int, lags: int) -> int:
     """About what `carry` and its gradient need, for one key/value head of one row."""
-    tiles, spans = S // C, S // (C * span)
-    versions = 2 * S * K * shared * (span + spans) // 2
-    maps = 4 * K * K * (tiles * (span + 3) // 2 + spans * spans // 2)
+    tiles, far = S // C, pair_row(S // (C * span), lags)
+    versions = 2 * K * shared * (S * (span - 1) // 2 + far * span * C)
+    maps = 4 * K * K * (tiles * (span + 3) // 2 + far)
     return versions + 2 * maps + 4 * S * (8 * K * (1 + shared) + 4 * C * (1 + shared))
 
 
@@ -58,7 +58,9 @@ def carry(
     cu_seqlens: Tensor | None,
     C: int,
     span: int,
+    lags: int,
 ) -> Carried:
+    """Differentiable. `lags`: how many spans back a document reaches at most."""
     G, K = k_BTGK.shape[2:]
     q, k, w, beta = (
         F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % (span * C)))
@@ -74,19 +76,22 @@ def carry(
     map_BGMLKK = keys.map_BGNKK.unflatten(2, (-1, span))
     identity_KK = torch.eye(K, dtype=map_BGMLKK.dtype, device=map_BGMLKK.device)
     identity_BGM1KK = identity_KK.expand(*map_BGMLKK.shape[:3], 1, K, K)
-    near_BGMPKK = Products.apply(torch.cat([identity_BGM1KK, map_BGMLKK], dim=3))
+    near_BGMPKK = Products.apply(torch.cat([identity_BGM1KK, map_BGMLKK], dim=3), span + 1)
     to_end_BGMLKK = near_BGMPKK[:, :, :, span * (span + 1) // 2 :]
     to_start = [t * (t + 1) // 2 for t in range(span)]
-    far_BGPKK = Products.apply(to_end_BGMLKK[:, :, :-1, 0])
+    far_BGPKK = Products.apply(to_end_BGMLKK[:, :, :-1, 0], lags)
 
     q_BGRMLCK = queries.q_BGRNCK.unflatten(3, (-1, span))
     q_far_BGRMLCK = q_BGRMLCK @ near_BGMPKK[:, :, None, :, to_start]
     k_BGMLCK = keys.k_BGNCK.unflatten(2, (-1, span))
     k_far_BGMLCK = k_BGMLCK @ to_end_BGMLKK[:, :, :, 1:].mT
-    q_near = Versions.apply(q_BGRMLCK.flatten(1, 2).contiguous(), near_BGMPKK, True, q.dtype, C)
+    q_near = Versions.apply(
+        q_BGRMLCK.flatten(1, 2).contiguous(), near_BGMPKK, span, True, q.dtype, C
+    )
     q_far = Versions.apply(
         q_far_BGRMLCK.flatten(1, 2).flatten(3, 4)[:, :, None].contiguous(),
         far_BGPKK[:, :, None],
+        lags,
         False,
         q.dtype,
         C,

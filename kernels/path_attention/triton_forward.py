@@ -9,11 +9,12 @@ T^2 is FlashAttention, with or without maps.
 import triton
 import triton.language as tl
 
+from mixtron.kernels.path_attention.triton_maps import row_of_pairs
 from mixtron.kernels.triton_tools import tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-VARYING = ("T", "span_tiles")
+VARYING = ("T", "span_tiles", "lags")
 """Of which no value is worth a compilation of its own."""
 
 
@@ -35,6 +36,7 @@ def forward_kernel(
     T,
     S,
     span_tiles,
+    lags,
     plane,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -125,10 +127,10 @@ def forward_kernel(
                 k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
         keys = k_far + (b * G + g) * S * K
-        version = bh * (spans * (spans - 1) // 2) + span * (span - 1) // 2
-        for i in range(span):
+        version = bh * row_of_pairs(spans, lags) + row_of_pairs(span + 1, lags)
+        for i in range(tl.minimum(span, lags)):
             m = span - 1 - i
-            first_row = ((version + m) * span_tiles + t) * C
+            first_row = ((version - 1 - i) * span_tiles + t) * C
             q_CK = tl.load(tile(q_far, first_row, K, row_C, key_K)).to(PRODUCT)
             hi = (m + 1) * span_tiles * C
             acc_CV, top_C, sum_C, between = _walk_keys(

@@ -47,7 +47,7 @@ def path_attention_triton(
     Raises:
         ValueError: what it cannot take.
     """
-    del past_v, past_gate, max_seqlen  # documents' ends bound what is visited
+    del past_v, past_gate
     K, V = q.shape[-1], v.shape[-1]
     if past_k is not None:
         raise ValueError("past is given: the triton form takes none")
@@ -58,40 +58,45 @@ def path_attention_triton(
             )
         if K not in HEAD_DIMS or V not in HEAD_DIMS:
             raise ValueError(f"K={K}, V={V}: the triton form takes 64 or 128 for each")
-    return _Attention.apply(q, k, v, w, beta, log_forget, scale, cu_seqlens)  # type: ignore[return-value]
+    options = scale, cu_seqlens, max_seqlen
+    return _Attention.apply(q, k, v, w, beta, log_forget, *options)  # type: ignore[return-value]
 
 
 class _Attention(torch.autograd.Function):
     """Keeps the inputs, the output and the log-sum-exp; backward computes the rest anew."""
 
     @staticmethod
-    def forward(ctx, q, k, v, w, beta, log_forget, scale, cu_seqlens):  # type: ignore[override]
-        inputs = Inputs(*(_contiguous(x) for x in (q, k, v, w, beta, log_forget)))
-        layout = layout_of(inputs, cu_seqlens)
+    def forward(ctx, q, k, v, w, beta, log_forget, scale, cu_seqlens, max_seqlen):  # type: ignore[override]
+        # Not the contiguous copies are kept, but what they are copies of: the layer keeps it too.
+        inputs = Inputs(q, k, v, w, beta, log_forget).contiguous()
+        layout = layout_of(inputs, cu_seqlens, max_seqlen)
         o_BTHV, lse_BHS = q.new_empty(*q.shape[:3], v.shape[3]), layout.rows(q)
         for rows, groups in pieces(inputs, layout):
             part = inputs.part(rows, groups)
             carried = None
             if w is not None:
-                carried = carry(*part.carried(), scale, cu_seqlens, layout.tile, layout.span)
+                carried = carry(*part.carried(), scale, cu_seqlens, *layout.cut)
             found = attend(part, carried, layout, scale)
             heads = inputs.heads_of(groups)
             o_BTHV[rows, :, heads], lse_BHS[rows, heads] = found
-        ctx.save_for_backward(*vars(inputs).values(), o_BTHV, lse_BHS, cu_seqlens)
-        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, w, beta, log_forget, o_BTHV, lse_BHS, cu_seqlens)
+        ctx.options = scale, max_seqlen
         return o_BTHV
 
     @staticmethod
     def backward(ctx, do_BTHV):  # type: ignore[override]
         *saved, o_BTHV, lse_BHS, cu_seqlens = ctx.saved_tensors
-        inputs, do_BTHV = Inputs(*saved), do_BTHV.contiguous()
-        layout = layout_of(inputs, cu_seqlens)
+        scale, max_seqlen = ctx.options
+        inputs, do_BTHV = Inputs(*saved).contiguous(), do_BTHV.contiguous()
+        layout = layout_of(inputs, cu_seqlens, max_seqlen)
         delta_BHS = layout.rows(inputs.q)
         (B, T, H, _), V = inputs.q.shape, do_BTHV.shape[3]
         delta_kernel[(layout.S // layout.tile, B * H)](
             o_BTHV, do_BTHV, delta_BHS, T, layout.S, H=H, V=V, C=layout.tile
         )
-        gradients = Inputs(*(None if x is None else torch.empty_like(x) for x in saved))
+        gradients = Inputs(
+            *(None if x is None else torch.empty_like(x) for x in vars(inputs).values())
+        )
         for rows, groups in pieces(inputs, layout):
             heads = inputs.heads_of(groups)
             do, lse, delta = (
@@ -99,13 +104,13 @@ class _Attention(torch.autograd.Function):
                 for x in (do_BTHV[rows, :, heads], lse_BHS[rows, heads], delta_BHS[rows, heads])
             )
             part = inputs.part(rows, groups)
-            found = attend_backward(part, do, lse, delta, layout, ctx.scale, cu_seqlens)
+            found = attend_backward(part, do, lse, delta, layout, scale, cu_seqlens)
             for name, x in vars(gradients).items():
                 if x is not None:
                     x[rows, :, heads if name in ("q", "log_forget") else groups] = getattr(
                         found, name
                     )
-        return *vars(gradients).values(), None, None
+        return *vars(gradients).values(), None, None, None
 
 
 @dataclass
@@ -116,6 +121,9 @@ class Inputs:
     w: Tensor | None
     beta: Tensor | None
     log_forget: Tensor | None
+
+    def contiguous(self) -> "Inputs":
+        return Inputs(*(None if x is None else x.contiguous() for x in vars(self).values()))
 
     def heads_of(self, groups: slice) -> slice:
         shared = self.q.shape[2] // self.k.shape[2]
@@ -138,27 +146,37 @@ class Layout:
     tile: int
     span: int
     """Tiles in a span."""
+    lags: int
+    """How many spans back a document reaches at most."""
     S: int
     """Tokens, filled up to whole tiles, or with maps to whole spans."""
     start_S: Tensor | None
     """[S] int32: where each token's document starts; None: one document a row."""
     end_S: Tensor | None
 
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        return self.tile, self.span, self.lags
+
     def rows(self, q_BTHK: Tensor) -> Tensor:
         B, _, H, _ = q_BTHK.shape
         return q_BTHK.new_empty(B, H, self.S, dtype=torch.float32)
 
 
-def layout_of(inputs: Inputs, cu_seqlens: Tensor | None) -> Layout:
+def layout_of(inputs: Inputs, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
     T, C = inputs.q.shape[1], launch_plan(inputs.q.device).tile
-    span = 1 if inputs.w is None else span_tiles(T, C)
+    longest = T if max_seqlen is None else min(max_seqlen, T)
+    span = 1 if inputs.w is None else span_tiles(longest, C)
     S = triton.cdiv(T, span * C) * span * C
+    # Two tokens of a document are at most longest - 1 apart, those of spans a lag of n apart at
+    # least (n - 1) span C + 1.
+    lags = min((longest - 2) // (span * C) + 1, S // (span * C) - 1) if longest > 1 else 0
     start_S = end_S = None
     if cu_seqlens is not None:
         bounds = F.pad(cu_seqlens.long(), (0, 1), value=S)
         document_S = documents(cu_seqlens, S, 0, cu_seqlens.device)
         start_S, end_S = bounds[document_S - 1].int(), bounds[document_S].int()
-    return Layout(C, span, S, start_S, end_S)
+    return Layout(C, span, lags, S, start_S, end_S)
 
 
 def pieces(inputs: Inputs, layout: Layout) -> Iterator[tuple[slice, slice]]:
@@ -168,7 +186,7 @@ def pieces(inputs: Inputs, layout: Layout) -> Iterator[tuple[slice, slice]]:
         yield slice(0, B), slice(0, G)
         return
     shared = inputs.q.shape[2] // G
-    one = workspace_bytes(layout.S, inputs.q.shape[3], shared, layout.tile, layout.span)
+    one = workspace_bytes(layout.S, inputs.q.shape[3], shared, *layout.cut)
     fits = max(1, WORKSPACE_BYTES // one)
     rows = min(B, fits)
     groups = min(G, max(1, fits // rows))
@@ -211,7 +229,7 @@ def attend_backward(
     if inputs.w is not None:
         leaves = [x.detach().requires_grad_() for x in inputs.carried() if x is not None]
         with torch.enable_grad():
-            carried = carry(*leaves, scale, cu_seqlens, layout.tile, layout.span)
+            carried = carry(*leaves, scale, cu_seqlens, *layout.cut)
     dk, dk_far, dv, columns_2BHS = _key_gradients(inputs, carried, do, lse, delta, layout, scale)
     dq, rows_BHS = _query_gradients(inputs, carried, do, lse, delta, layout, scale)
     found = replace(inputs, q=dq, k=dk, v=dv)
@@ -288,7 +306,7 @@ def _common(
     else:
         k, k_far = (x.detach().to(inputs.k.dtype) for x in (carried.k, carried.k_far))
         operands = [None, carried.q_near, carried.q_far, k, k_far, inputs.v, carried.logits]
-    sizes = [scale * LOG2_E, T, layout.S, layout.span, B * H * layout.S]
+    sizes = [scale * LOG2_E, T, layout.S, layout.span, layout.lags, B * H * layout.S]
     options = {
         "H": H,
         "G": G,
@@ -304,7 +322,3 @@ def _common(
         "num_warps": launch.warps,
     }
     return [*operands, gates, totals, *sizes], options
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
