@@ -21,7 +21,7 @@ from mixtron.kernels.path_attention.triton_plan import Launch, launch_plan
 from mixtron.kernels.triton_tools import INTERPRETED, product_dtype
 
 HEAD_DIMS = (64, 128)
-WORKSPACE_BYTES = 2**30
+WORKSPACE_BYTES = 2**31
 """Of what is in memory at once beyond inputs and results; heads are taken in pieces that fit."""
 LOG2_E = 1.4426950408889634
 
@@ -188,11 +188,15 @@ def pieces(inputs: Inputs, layout: Layout) -> Iterator[tuple[slice, slice]]:
     shared = inputs.q.shape[2] // G
     one = workspace_bytes(layout.S, inputs.q.shape[3], shared, *layout.cut)
     fits = max(1, WORKSPACE_BYTES // one)
-    rows = min(B, fits)
-    groups = min(G, max(1, fits // rows))
+    rows, groups = _even(B, fits), _even(G, max(1, fits // B))
     for b in range(0, B, rows):
         for g in range(0, G, groups):
             yield slice(b, min(b + rows, B)), slice(g, min(g + groups, G))
+
+
+def _even(count: int, fits: int) -> int:
+    """At most `fits`, so that the parts of `count` are as equal as can be."""
+    return -(-count // -(-count // fits))
 
 
 def attend(

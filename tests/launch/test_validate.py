@@ -228,10 +228,27 @@ def test_it_imports_no_torch():
 
 
 @pytest.mark.parametrize(("device_type", "precision"), [("cpu", "bf16"), ("cuda", "fp32")])
-def test_triton_kernels_are_refused_where_they_cannot_run(device_type, precision):
-    config = load_config(Path(__file__).parents[2] / "configs/kla_400m.yaml")
+@pytest.mark.parametrize("mixer", ["kla", "path"])
+def test_triton_kernels_are_refused_where_they_cannot_run(mixer, device_type, precision):
+    path = Path(__file__).parents[2] / f"configs/{mixer}_400m.yaml"
+    config = load_config(path, [f"mixers.{mixer}.kernel=triton"])
     check_device(config, "cuda")
     training = config.training.model_copy(update={"precision": precision})
-    said = f"mixers.kla.kernel=triton runs on a GPU in bf16, not on {device_type} in {precision}"
+    said = (
+        f"mixers.{mixer}.kernel=triton runs on a GPU in bf16, not on {device_type} in {precision}"
+    )
     with pytest.raises(ConfigError, match=said):
         check_device(config.model_copy(update={"training": training}), device_type)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["mixers.path.head_dim=32"], "takes head_dim of 64 or 128, not 32"),
+        (["parallel.context=2"], "takes no keys of other context ranks"),
+    ],
+)
+def test_what_path_attention_in_triton_cannot_do_is_refused(overrides, said):
+    path = Path(__file__).parents[2] / "configs/path_400m.yaml"
+    with pytest.raises(ConfigError, match=said):
+        check(load_config(path, ["mixers.path.kernel=triton", *overrides]), 2)

@@ -108,6 +108,7 @@ class Mixer(ShardedModule):
             past=past,
             cu_seqlens=cu_seqlens,
             max_seqlen=batch.max_seqlen,
+            backend=self.mixer.kernel,
         )
         if batch.cache is not None:
             segment = path_segment(k, w, beta, log_forget)
@@ -173,6 +174,7 @@ class Mixer(ShardedModule):
             gate_scale=self.mixer.gate_scale,
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
+            backend=self.mixer.kernel,
         )
         return heads_to_sequence(o_BTHK[0], self.cp_group)[None]
 
