@@ -4,18 +4,10 @@ right edges, logits inside tiles. Torch, linear in T but for the versions; diffe
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mixtron.kernels.path_attention.blocks import (
-    key_blocks,
-    query_blocks,
-    same_document,
-    split_groups,
-    split_heads,
-)
-from mixtron.kernels.path_attention.segment import documents
 from mixtron.kernels.path_attention.triton_maps import Products, Versions, pair_row
+from mixtron.kernels.path_attention.triton_tiles import Tiles
 
 
 @dataclass
@@ -55,25 +47,18 @@ def carry(
     w_BTGK: Tensor,
     beta_BTG: Tensor,
     scale: float,
-    cu_seqlens: Tensor | None,
+    start_S: Tensor | None,
+    S: int,
     C: int,
     span: int,
     lags: int,
 ) -> Carried:
     """Differentiable. `lags`: how many spans back a document reaches at most."""
     G, K = k_BTGK.shape[2:]
-    q, k, w, beta = (
-        F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % (span * C)))
-        for x in (q_BTHK, k_BTGK, w_BTGK, beta_BTG[..., None])
-    )
-    q_BGRNCK = split_heads(q, G, C, torch.float32) * scale
-    k_BGNCK, w_BGNCK, beta_BGNC1 = (split_groups(x, C, torch.float32) for x in (k, w, beta))
-    same_NCC = same_document(documents(cu_seqlens, q.shape[1], 0, q.device), C)
-    keys, transform = key_blocks(k_BGNCK, w_BGNCK, beta_BGNC1.squeeze(-1), None, same_NCC)
-    queries = query_blocks(q_BGRNCK, k_BGNCK, transform, None, same_NCC)
-    assert keys.map_BGNKK is not None
+    tiles = Tiles.apply(q_BTHK, k_BTGK, w_BTGK, beta_BTG, scale, start_S, S, C)
+    q_BHSK, k_BGSK, map_BGNKK, logits_BHSC = tiles  # type: ignore[misc]
 
-    map_BGMLKK = keys.map_BGNKK.unflatten(2, (-1, span))
+    map_BGMLKK = map_BGNKK.unflatten(2, (-1, span))
     identity_KK = torch.eye(K, dtype=map_BGMLKK.dtype, device=map_BGMLKK.device)
     identity_BGM1KK = identity_KK.expand(*map_BGMLKK.shape[:3], 1, K, K)
     near_BGMPKK = Products.apply(torch.cat([identity_BGM1KK, map_BGMLKK], dim=3), span + 1)
@@ -81,20 +66,17 @@ def carry(
     to_start = [t * (t + 1) // 2 for t in range(span)]
     far_BGPKK = Products.apply(to_end_BGMLKK[:, :, :-1, 0], lags)
 
-    q_BGRMLCK = queries.q_BGRNCK.unflatten(3, (-1, span))
+    q_BHMLCK = q_BHSK.unflatten(2, (-1, span, C))
+    q_BGRMLCK = q_BHMLCK.unflatten(1, (G, -1))
     q_far_BGRMLCK = q_BGRMLCK @ near_BGMPKK[:, :, None, :, to_start]
-    k_BGMLCK = keys.k_BGNCK.unflatten(2, (-1, span))
-    k_far_BGMLCK = k_BGMLCK @ to_end_BGMLKK[:, :, :, 1:].mT
-    q_near = Versions.apply(
-        q_BGRMLCK.flatten(1, 2).contiguous(), near_BGMPKK, span, True, q.dtype, C
-    )
+    k_far_BGMLCK = k_BGSK.unflatten(2, (-1, span, C)) @ to_end_BGMLKK[:, :, :, 1:].mT
+    q_near = Versions.apply(q_BHMLCK, near_BGMPKK, span, True, q_BTHK.dtype, C)
     q_far = Versions.apply(
         q_far_BGRMLCK.flatten(1, 2).flatten(3, 4)[:, :, None].contiguous(),
         far_BGPKK[:, :, None],
         lags,
         False,
-        q.dtype,
+        q_BTHK.dtype,
         C,
     )
-    logits_BHSC = queries.logits_BGRNCC.flatten(1, 2).flatten(2, 3).contiguous()
-    return Carried(q_near, q_far, k_BGMLCK.flatten(2, 4), k_far_BGMLCK.flatten(2, 4), logits_BHSC)
+    return Carried(q_near, q_far, k_BGSK, k_far_BGMLCK.flatten(2, 4), logits_BHSC)

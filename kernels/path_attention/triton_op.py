@@ -58,6 +58,7 @@ def path_attention_triton(
             )
         if K not in HEAD_DIMS or V not in HEAD_DIMS:
             raise ValueError(f"K={K}, V={V}: the triton form takes 64 or 128 for each")
+    w, beta, log_forget = (None if x is None else x.float() for x in (w, beta, log_forget))
     options = scale, cu_seqlens, max_seqlen
     return _Attention.apply(q, k, v, w, beta, log_forget, *options)  # type: ignore[return-value]
 
@@ -75,7 +76,7 @@ class _Attention(torch.autograd.Function):
             part = inputs.part(rows, groups)
             carried = None
             if w is not None:
-                carried = carry(*part.carried(), scale, cu_seqlens, *layout.cut)
+                carried = carry(*part.carried(), scale, layout.start_S, layout.S, *layout.cut)
             found = attend(part, carried, layout, scale)
             heads = inputs.heads_of(groups)
             o_BTHV[rows, :, heads], lse_BHS[rows, heads] = found
@@ -104,7 +105,7 @@ class _Attention(torch.autograd.Function):
                 for x in (do_BTHV[rows, :, heads], lse_BHS[rows, heads], delta_BHS[rows, heads])
             )
             part = inputs.part(rows, groups)
-            found = attend_backward(part, do, lse, delta, layout, scale, cu_seqlens)
+            found = attend_backward(part, do, lse, delta, layout, scale)
             for name, x in vars(gradients).items():
                 if x is not None:
                     x[rows, :, heads if name in ("q", "log_forget") else groups] = getattr(
@@ -226,14 +227,13 @@ def attend_backward(
     delta: Tensor,
     layout: Layout,
     scale: float,
-    cu_seqlens: Tensor | None,
 ) -> Inputs:
     """The gradients of a piece's inputs."""
     carried = leaves = None
     if inputs.w is not None:
         leaves = [x.detach().requires_grad_() for x in inputs.carried() if x is not None]
         with torch.enable_grad():
-            carried = carry(*leaves, scale, cu_seqlens, *layout.cut)
+            carried = carry(*leaves, scale, layout.start_S, layout.S, *layout.cut)
     dk, dk_far, dv, columns_2BHS = _key_gradients(inputs, carried, do, lse, delta, layout, scale)
     dq, rows_BHS = _query_gradients(inputs, carried, do, lse, delta, layout, scale)
     found = replace(inputs, q=dq, k=dk, v=dv)
