@@ -68,9 +68,9 @@ def peer(inputs: dict[str, Tensor]) -> Tensor:
     q, k, v = (inputs[n] for n in ("q_BTHK", "k_BTGK", "v_BTGV"))
     gate = inputs.get("log_forget_BTH")
     if "w_BTGK" in inputs:
-        from fla.ops.path_attn import parallel_path_attention  # pyright: ignore
+        from fla.ops.path_attn import parallel_path_attn  # pyright: ignore
 
-        return parallel_path_attention(q, k, v, inputs["w_BTGK"], inputs["beta_BTG"], gate)[0]
+        return parallel_path_attn(q, k, v, inputs["w_BTGK"], inputs["beta_BTG"], gate)[0]
     from fla.ops.forgetting_attn import parallel_forgetting_attn  # pyright: ignore
 
     return parallel_forgetting_attn(q, k, v, gate)
@@ -161,7 +161,7 @@ def profile(shape: tuple[int, int, int], width: int, form: str) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         torch.autograd.grad(ours(inputs), leaves, grad)
         torch.cuda.synchronize()
-    spent = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)[:14]
+    spent = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)[:24]
     rows = [[e.key[:70], e.count, e.self_device_time_total / 1e3] for e in spent]
     print(f"\n{form} {shape}, head size {width}\n")
     print(measure.table(("kernel", "calls", "ms"), rows), flush=True)
@@ -173,7 +173,10 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="time launches instead")
     parser.add_argument("--profile", action="store_true", help="where PaTH-FoX's time goes instead")
     parser.add_argument("--longest", action="store_true", help=f"{LONGEST} as well")
+    parser.add_argument("--workspace-mib", type=int, help="of PaTH's pieces, instead of the op's")
     options = parser.parse_args()
+    if options.workspace_mib:
+        triton_op.WORKSPACE_BYTES = options.workspace_mib * 2**20
     print(measure.versions(), flush=True)
     if options.sweep:
         sweep(options.width)

@@ -279,6 +279,8 @@ def query_kernel(
     lse_BHS,
     delta_BHS,
     dq,
+    dq_near,
+    dq_far,
     rows_BHS,
     scale,
     T,
@@ -300,8 +302,8 @@ def query_kernel(
 ):
     """A tile of C queries of one head: their gradient, and with a gate the sums of ds over rows.
 
-    With maps the gradient of each version of the tile takes that version's place in memory, and
-    that of the logits inside the tile takes theirs.
+    With maps the gradient of each version of the tile, and that of the logits inside the tile in
+    these's place.
     """
     a = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -371,7 +373,8 @@ def query_kernel(
         version = (bh * spans + span) * pairs + t * (t - 1) // 2
         for i in range(t):
             u = t - 1 - i
-            q_tile = tile(q_near, (version + u) * C, K, row_C, key_K)
+            own = (version + u) * C
+            q_tile = tile(q_near, own, K, row_C, key_K)
             hi = (span * span_tiles + u + 1) * C
             dq_CK, sum_C, between = _walk_keys(
                 tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),
@@ -379,12 +382,13 @@ def query_kernel(
                 tl.maximum(hi - C, low), hi, 1.0 * LOG2_E,
                 k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
-            tl.store(q_tile, dq_CK.to(q_near.dtype.element_ty))
+            tl.store(tile(dq_near, own, K, row_C, key_K), dq_CK.to(dq_near.dtype.element_ty))
         keys = k_far + (b * G + g) * S * K
         version = bh * row_of_pairs(spans, lags) + row_of_pairs(span + 1, lags)
         for i in range(tl.minimum(span, lags)):
             m = span - 1 - i
-            q_tile = tile(q_far, ((version - 1 - i) * span_tiles + t) * C, K, row_C, key_K)
+            own = ((version - 1 - i) * span_tiles + t) * C
+            q_tile = tile(q_far, own, K, row_C, key_K)
             hi = (m + 1) * span_tiles * C
             dq_CK, sum_C, between = _walk_keys(
                 tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),
@@ -392,7 +396,7 @@ def query_kernel(
                 tl.maximum(hi - span_tiles * C, low), hi, 1.0 * LOG2_E,
                 k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
-            tl.store(q_tile, dq_CK.to(q_far.dtype.element_ty))
+            tl.store(tile(dq_far, own, K, row_C, key_K), dq_CK.to(dq_far.dtype.element_ty))
     else:
         dq_CK, sum_C, between = _walk_keys(
             dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, until_C, start_C,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mixtron.kernels.path_attention.triton_maps import Products, Versions, pair_row
+from mixtron.kernels.path_attention.triton_maps import Versions, pair_row
 from mixtron.kernels.path_attention.triton_tiles import Tiles
 
 
@@ -36,9 +36,8 @@ def span_tiles(tokens: int, C: int) -> int:
 def workspace_bytes(S: int, K: int, shared: int, C: int, span: int, lags: int) -> int:
     """About what `carry` and its gradient need, for one key/value head of one row."""
     tiles, far = S // C, pair_row(S // (C * span), lags)
-    versions = 2 * K * shared * (S * (span - 1) // 2 + far * span * C)
-    maps = 4 * K * K * (tiles * (span + 3) // 2 + far)
-    return versions + 2 * maps + 4 * S * (8 * K * (1 + shared) + 4 * C * (1 + shared))
+    versions = 2 * 2 * K * shared * (S * (span - 1) // 2 + far * span * C)
+    return versions + 4 * K * K * 6 * tiles + 4 * S * (6 * K * (1 + shared) + 4 * C * (1 + shared))
 
 
 def carry(
@@ -54,29 +53,27 @@ def carry(
     lags: int,
 ) -> Carried:
     """Differentiable. `lags`: how many spans back a document reaches at most."""
-    G, K = k_BTGK.shape[2:]
     tiles = Tiles.apply(q_BTHK, k_BTGK, w_BTGK, beta_BTG, scale, start_S, S, C)
     q_BHSK, k_BGSK, map_BGNKK, logits_BHSC = tiles  # type: ignore[misc]
 
     map_BGMLKK = map_BGNKK.unflatten(2, (-1, span))
-    identity_KK = torch.eye(K, dtype=map_BGMLKK.dtype, device=map_BGMLKK.device)
-    identity_BGM1KK = identity_KK.expand(*map_BGMLKK.shape[:3], 1, K, K)
-    near_BGMPKK = Products.apply(torch.cat([identity_BGM1KK, map_BGMLKK], dim=3), span + 1)
-    to_end_BGMLKK = near_BGMPKK[:, :, :, span * (span + 1) // 2 :]
-    to_start = [t * (t + 1) // 2 for t in range(span)]
-    far_BGPKK = Products.apply(to_end_BGMLKK[:, :, :-1, 0], lags)
+    to_end, span_map_BGMKK = products_behind(map_BGMLKK)
+    k_far_BGMLCK = k_BGSK.unflatten(2, (-1, span, C)) @ to_end.mT
 
     q_BHMLCK = q_BHSK.unflatten(2, (-1, span, C))
-    q_BGRMLCK = q_BHMLCK.unflatten(1, (G, -1))
-    q_far_BGRMLCK = q_BGRMLCK @ near_BGMPKK[:, :, None, :, to_start]
-    k_far_BGMLCK = k_BGSK.unflatten(2, (-1, span, C)) @ to_end_BGMLKK[:, :, :, 1:].mT
-    q_near = Versions.apply(q_BHMLCK, near_BGMPKK, span, True, q_BTHK.dtype, C)
-    q_far = Versions.apply(
-        q_far_BGRMLCK.flatten(1, 2).flatten(3, 4)[:, :, None].contiguous(),
-        far_BGPKK[:, :, None],
-        lags,
-        False,
-        q_BTHK.dtype,
-        C,
-    )
+    q_near, q_start = Versions.apply(q_BHMLCK, map_BGMLKK, span, q_BTHK.dtype, C)  # type: ignore[misc]
+    # One sequence of spans.
+    q_BH1MUK, map_BG1MKK = q_start.flatten(3, 4)[:, :, None], span_map_BGMKK[:, :, None]
+    q_far, _ = Versions.apply(q_BH1MUK, map_BG1MKK, lags, q_BTHK.dtype, C)  # type: ignore[misc]
     return Carried(q_near, q_far, k_BGSK, k_far_BGMLCK.flatten(2, 4), logits_BHSC)
+
+
+def products_behind(map_BGMLKK: Tensor) -> tuple[Tensor, Tensor]:
+    """P_{L-1} ... P_{t+1} for every t, and all of them."""
+    product = torch.eye(map_BGMLKK.shape[-1], dtype=map_BGMLKK.dtype, device=map_BGMLKK.device)
+    product = product.expand_as(map_BGMLKK[:, :, :, 0])
+    found = []
+    for t in reversed(range(map_BGMLKK.shape[3])):
+        found.append(product)
+        product = product @ map_BGMLKK[:, :, :, t]
+    return torch.stack(found[::-1], dim=3), product

@@ -21,7 +21,7 @@ from mixtron.kernels.path_attention.triton_plan import Launch, launch_plan
 from mixtron.kernels.triton_tools import INTERPRETED, product_dtype
 
 HEAD_DIMS = (64, 128)
-WORKSPACE_BYTES = 2**31
+WORKSPACE_BYTES = 2**29
 """Of what is in memory at once beyond inputs and results; heads are taken in pieces that fit."""
 LOG2_E = 1.4426950408889634
 
@@ -235,16 +235,16 @@ def attend_backward(
         with torch.enable_grad():
             carried = carry(*leaves, scale, layout.start_S, layout.S, *layout.cut)
     dk, dk_far, dv, columns_2BHS = _key_gradients(inputs, carried, do, lse, delta, layout, scale)
-    dq, rows_BHS = _query_gradients(inputs, carried, do, lse, delta, layout, scale)
+    dq, dq_near, dq_far, rows_BHS = _query_gradients(inputs, carried, do, lse, delta, layout, scale)
     found = replace(inputs, q=dq, k=dk, v=dv)
     if inputs.log_forget is not None:
         ds_BHS = rows_BHS - columns_2BHS.sum(0)
         found.log_forget = gate_gradient(ds_BHS, inputs.log_forget, layout.start_S, layout.end_S)
     if carried is not None:
-        # The kernels put the gradients of the versions and of the logits in these's own places.
-        gradients = [carried.q_near, carried.q_far, dk, dk_far, carried.logits]
+        # The kernel put the gradient of the logits in their own place.
+        gradients = [dq_near, dq_far, dk, dk_far, carried.logits.detach()]
         found.q, found.k, found.w, found.beta = torch.autograd.grad(
-            list(vars(carried).values()), leaves, [x.detach() for x in gradients]
+            list(vars(carried).values()), leaves, gradients
         )
     return found
 
@@ -279,7 +279,11 @@ def _key_gradients(inputs, carried, do, lse, delta, layout, scale):
 def _query_gradients(inputs, carried, do, lse, delta, layout, scale):
     launch = launch_plan(do.device).queries
     arguments, options = _common(inputs, carried, layout, launch, scale)
-    dq = torch.empty_like(inputs.q) if carried is None else None
+    dq = dq_near = dq_far = None
+    if carried is None:
+        dq = torch.empty_like(inputs.q)
+    else:
+        dq_near, dq_far = torch.empty_like(carried.q_near), torch.empty_like(carried.q_far)
     rows_BHS = None if inputs.log_forget is None else torch.empty_like(lse)
     B, H = lse.shape[:2]
     query_kernel[(layout.S // layout.tile, B * H)](
@@ -289,11 +293,13 @@ def _query_gradients(inputs, carried, do, lse, delta, layout, scale):
         lse,
         delta,
         dq,
+        dq_near,
+        dq_far,
         rows_BHS,
         *arguments[9:],
         **options,
     )
-    return dq, rows_BHS
+    return dq, dq_near, dq_far, rows_BHS
 
 
 def _common(

@@ -28,5 +28,5 @@ def launch_plan(device: torch.device) -> Plan:
         tile=128,
         forward=Launch(block=64, warps=8, stages=3),
         keys=Launch(block=64, warps=8, stages=2),
-        queries=Launch(block=64, warps=8, stages=2),
+        queries=Launch(block=64, warps=8, stages=3),
     )

@@ -4,10 +4,11 @@ With A = tril(W W^T diag(beta), -1), L = (I + A)^-1, U = diag(beta) L and B = tr
 inside a document:
 
     X = U B,  Y = U W,  M = tril(Q W^T)
-    logits = Q K^T - M X,  q to the left edge Q - M Y,  k to the right edge K - X^T W,  P = I - W^T Y
+    logits inside Q K^T - M X,  q to the left edge Q - M Y
+    k to the right edge K - X^T W,  P = I - W^T Y
 
-P is multiplied by others hundreds of times: what it is made of is computed in three tf32 products,
-the rest in one, and gradients in bf16.
+P is multiplied by others hundreds of times: W W^T and P are fp32 products, the rest is in tf32, and
+gradients are in bf16.
 """
 
 # Launches take keywords that the kernels' signatures do not have.
@@ -16,6 +17,7 @@ the rest in one, and gradients in bf16.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -91,16 +93,24 @@ class Tiles(torch.autograd.Function):
 
 def _solve(k: Tensor, w: Tensor, beta: Tensor, start_S: Tensor | None, S: int, C: int) -> Solved:
     B, T, G, K = k.shape
-
-    def new(*sizes: int) -> Tensor:
-        return w.new_empty(B, G, *sizes)
-
-    solved = Solved(new(S, C), new(S, C), new(S, K), new(S, K), new(S // C, K, K))
-    solve_kernel[(S // C, B * G)](
-        k, w, beta, start_S, *vars(solved).values(), T, S,
-        G=G, K=K, C=C, DOCUMENTS=start_S is not None, num_warps=WARPS, num_stages=1,
+    w_BGNCK = F.pad(w, (0, 0, 0, 0, 0, S - T)).unflatten(1, (-1, C)).permute(0, 3, 1, 2, 4)
+    w_BGNCK = w_BGNCK.contiguous()
+    gram_BGNCC = w_BGNCK @ w_BGNCK.mT
+    L_BGSC, U_BGNCC = w.new_empty(B, G, S, C), torch.empty_like(gram_BGNCC)
+    grid, documents = (S // C, B * G), start_S is not None
+    inverse_kernel[grid](
+        gram_BGNCC, beta, start_S, L_BGSC, U_BGNCC, T, S,
+        G=G, C=C, DOCUMENTS=documents, num_warps=WARPS, num_stages=1,
     )  # fmt: skip
-    return solved
+    Y_BGNCK = U_BGNCC @ w_BGNCK
+    identity_KK = torch.eye(K, dtype=w.dtype, device=w.device)
+    map_BGNKK = identity_KK - w_BGNCK.mT @ Y_BGNCK
+    X_BGSC, k_BGSK = torch.empty_like(L_BGSC), w.new_empty(B, G, S, K)
+    carry_keys_kernel[grid](
+        k, w, start_S, U_BGNCC, X_BGSC, k_BGSK, T, S,
+        G=G, K=K, C=C, DOCUMENTS=documents, num_warps=WARPS, num_stages=1,
+    )  # fmt: skip
+    return Solved(L_BGSC, X_BGSC, Y_BGNCK.flatten(2, 3), k_BGSK, map_BGNKK)
 
 
 @triton.jit
@@ -108,7 +118,7 @@ def inverse(A_CC, C: tl.constexpr):
     """(I + A)^-1 for a strictly lower triangular A [C, C] fp32, C >= 32.
 
     The inverse of twice as large diagonal blocks follows from that of the smaller ones, up to 16
-    rows each by itself (as in triton_tools); what tf32 loses a step of Newton's brings back.
+    rows each by itself (as in triton_tools).
     """
     blocks: tl.constexpr = C // 16
     block = tl.arange(0, blocks)
@@ -128,10 +138,7 @@ def inverse(A_CC, C: tl.constexpr):
             O_CC = tl.where(below(row_C, 2**half), A_CC, 0.0)
             product = tl.dot(X_CC, O_CC, input_precision="tf32")
             X_CC = X_CC - tl.dot(product, X_CC, input_precision="tf32")
-    # X (2 I - (I + A) X) = X + X (I - X - A X)
-    one_CC = (row_C[:, None] == row_C[None, :]).to(tl.float32)
-    rest_CC = one_CC - X_CC - tl.dot(A_CC, X_CC, input_precision="tf32x3")
-    return X_CC + tl.dot(X_CC, rest_CC, input_precision="tf32")
+    return X_CC
 
 
 @triton.jit
@@ -153,32 +160,41 @@ def pairs(start_S, first, C: tl.constexpr, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("T",))
-def solve_kernel(
-    k, w, beta, start_S, L, X, Y, k_carried, maps, T, S,
+def inverse_kernel(
+    gram, beta, start_S, L, U, T, S, G: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr
+):
+    """L and U of a tile from W W^T."""
+    n = tl.program_id(0)
+    bg = tl.program_id(1).to(tl.int64)
+    b, g = bg // G, bg % G
+    row_C = tl.arange(0, C)
+    t_C = n * C + row_C
+    own = bg * S + n * C
+    beta_C = tl.load(beta + (b * T + t_C) * G + g, t_C < T, 0.0)
+    below_CC = pairs(start_S, n * C, C, DOCUMENTS) & (row_C[:, None] > row_C[None, :])
+    A_CC = tl.load(tile(gram, own, C, row_C, row_C)) * beta_C[None, :]
+    L_CC = inverse(tl.where(below_CC, A_CC, 0.0), C)
+    tl.store(tile(L, own, C, row_C, row_C), L_CC)
+    tl.store(tile(U, own, C, row_C, row_C), L_CC * beta_C[:, None])
+
+
+@triton.jit(do_not_specialize=("T",))
+def carry_keys_kernel(
+    k, w, start_S, U, X, k_carried, T, S,
     G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """What a tile's queries do not enter."""
+    """X and the keys carried to the right edge."""
     n = tl.program_id(0)
     bg = tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    t_C = n * C + row_C
-    inside_C1 = (t_C < T)[:, None]
+    inside_C1 = (n * C + row_C < T)[:, None]
     first, own = b * T + n * C, bg * S + n * C
-    w_CK = tl.load(tile(w + g * K, first, G * K, row_C, key_K), inside_C1, 0.0)
-    beta_C = tl.load(beta + (b * T + t_C) * G + g, t_C < T, 0.0)
     below_CC = pairs(start_S, n * C, C, DOCUMENTS) & (row_C[:, None] > row_C[None, :])
-    A_CC = tl.dot(w_CK, tl.trans(w_CK), input_precision="tf32x3") * beta_C[None, :]
-    L_CC = inverse(tl.where(below_CC, A_CC, 0.0), C)
-    tl.store(tile(L, own, C, row_C, row_C), L_CC)
-    U_CC = L_CC * beta_C[:, None]
-    Y_CK = tl.dot(U_CC, w_CK, input_precision="tf32x3")
-    tl.store(tile(Y, own, K, row_C, key_K), Y_CK)
-    P_KK = tl.dot(tl.trans(w_CK), Y_CK, input_precision="tf32x3")
-    P_KK = (key_K[:, None] == key_K[None, :]).to(tl.float32) - P_KK
-    tl.store(tile(maps, (bg * (S // C) + n) * K, K, key_K, key_K), P_KK)
+    w_CK = tl.load(tile(w + g * K, first, G * K, row_C, key_K), inside_C1, 0.0)
     k_CK = tl.load(tile(k + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(tl.float32)
     B_CC = tl.where(below_CC, tl.dot(w_CK, tl.trans(k_CK), input_precision="tf32"), 0.0)
+    U_CC = tl.load(tile(U, own, C, row_C, row_C))
     X_CC = tl.dot(U_CC, B_CC, input_precision="tf32")
     tl.store(tile(X, own, C, row_C, row_C), X_CC)
     k_CK -= tl.dot(tl.trans(X_CC), w_CK, input_precision="tf32")

@@ -72,7 +72,7 @@ def rounded(q_BTHK, k_BTGK, v_BTGV, w_BTGK=None, beta_BTG=None, log_forget_BTH=N
         logits = (low(keys) * q_BTHK[:, t : t + 1].float()).sum(-1) / K**0.5
         logits.register_hook(low)
         weights = low((logits + gates)[:, first:].softmax(1))
-        rows.append(torch.einsum("bsh,bshv->bhv", weights, v[:, first:]))
+        rows.append(torch.einsum("bsh,bshv->bhv", weights, v[:, first : t + 1]))
     return torch.stack(rows, 1).to(v_BTGV.dtype)
 
 
@@ -98,6 +98,9 @@ def compare(inputs, cu_seqlens=None):
         )
         print(f"{name}: error {error / max(size, 1e-9):.2e}, rounded {other / max(size, 1e-9):.2e}")
     for name, x in found.items():
+        if exact[name].abs().max() < 1e-9:  # a single token's but o and dv
+            assert x.abs().max() < 1e-3, name
+            continue
         # The kernels round what the definition does not: each query as it is carried.
         assert_close_calibrated(x, exact[name], near[name], name, maximum_factor=4.0)
 

@@ -14,7 +14,7 @@ from mixtron.megatron_ext.mixers.base import (
 Positive = Annotated[int, Field(gt=0)]
 SHORTEST_BLOCK, LONGEST_BLOCK, PLAIN_BLOCK = 16, 128, 64
 """Of kernels/path_attention/blocks.py, which this file cannot import: it needs torch."""
-TRITON_DIMS, TRITON_TILE, TRITON_WORKSPACE_BYTES = (64, 128), 128, 2**31
+TRITON_DIMS, TRITON_TILE, TRITON_WORKSPACE_BYTES = (64, 128), 128, 2**29
 """Of kernels/path_attention/triton_op.py and triton_plan.py, likewise."""
 
 
@@ -176,9 +176,9 @@ class PathFamilyConfig(MixerConfig):
         K, C, shared = self.head_dim, TRITON_TILE, self.heads // self.kv_heads
         versions = 1.25 * (tokens / C) ** 0.5
         one = tokens * (
-            2 * K * shared * versions
-            + 2 * 4 * K * K / C * (versions + 2)
-            + 4 * (8 * K * (1 + shared) + 4 * C * (1 + shared))
+            2 * 2 * K * shared * versions
+            + 6 * 4 * K * K / C
+            + 4 * (6 * K * (1 + shared) + 4 * C * (1 + shared))
         )
         piece = max(one, min(TRITON_WORKSPACE_BYTES, one * self.kv_heads / tensor))
         return tokens * (elements * element + 4 * fp32) / tensor + piece
