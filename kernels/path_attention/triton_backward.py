@@ -9,6 +9,9 @@ The gate's gradient is left as the sums of ds over rows and over columns: both k
 same ds, so their running difference is what lies across a token (triton_op.py).
 """
 
+# tl.range is for Triton's compiler alone.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
 import triton
 import triton.language as tl
 

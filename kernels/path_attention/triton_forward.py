@@ -6,6 +6,9 @@ Each meets keys that are carried to the right edge of their tile, or of their sp
 T^2 is FlashAttention, with or without maps.
 """
 
+# tl.range is for Triton's compiler alone.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
 import triton
 import triton.language as tl
 

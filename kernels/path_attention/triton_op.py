@@ -4,7 +4,6 @@ they return."""
 # Launches take keywords that the kernels' signatures do not have.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +16,12 @@ from mixtron.kernels.path_attention.triton_backward import delta_kernel, key_ker
 from mixtron.kernels.path_attention.triton_carry import Carried, carry, span_tiles, workspace_bytes
 from mixtron.kernels.path_attention.triton_forward import forward_kernel
 from mixtron.kernels.path_attention.triton_gates import gate_gradient, gate_sums
-from mixtron.kernels.path_attention.triton_plan import Launch, launch_plan
+from mixtron.kernels.path_attention.triton_plan import (
+    SHARED_MEMORY_BYTES,
+    Launch,
+    large,
+    launch_plan,
+)
 from mixtron.kernels.triton_tools import INTERPRETED, product_dtype
 
 HEAD_DIMS = (64, 128)
@@ -58,6 +62,12 @@ def path_attention_triton(
             )
         if K not in HEAD_DIMS or V not in HEAD_DIMS:
             raise ValueError(f"K={K}, V={V}: the triton form takes 64 or 128 for each")
+        if w is not None and not large(q.device):
+            raise ValueError(
+                f"w_BTGK is given: the triton form takes maps on a GPU with {SHARED_MEMORY_BYTES} "
+                f"bytes of shared memory a block (H100, H200), not on a "
+                f"{torch.cuda.get_device_name(q.device)}"
+            )
     w, beta, log_forget = (None if x is None else x.float() for x in (w, beta, log_forget))
     options = scale, cu_seqlens, max_seqlen
     return _Attention.apply(q, k, v, w, beta, log_forget, *options)  # type: ignore[return-value]
@@ -71,15 +81,20 @@ class _Attention(torch.autograd.Function):
         # Not the contiguous copies are kept, but what they are copies of: the layer keeps it too.
         inputs = Inputs(q, k, v, w, beta, log_forget).contiguous()
         layout = layout_of(inputs, cu_seqlens, max_seqlen)
-        o_BTHV, lse_BHS = q.new_empty(*q.shape[:3], v.shape[3]), layout.rows(q)
-        for rows, groups in pieces(inputs, layout):
+        parts = pieces(inputs, layout)
+        if len(parts) > 1:
+            o_BTHV, lse_BHS = q.new_empty(*q.shape[:3], v.shape[3]), layout.rows(q)
+        for rows, groups in parts:
             part = inputs.part(rows, groups)
             carried = None
             if w is not None:
                 carried = carry(*part.carried(), scale, layout.start_S, layout.S, *layout.cut)
             found = attend(part, carried, layout, scale)
-            heads = inputs.heads_of(groups)
-            o_BTHV[rows, :, heads], lse_BHS[rows, heads] = found
+            if len(parts) == 1:
+                o_BTHV, lse_BHS = found
+            else:
+                heads = inputs.heads_of(groups)
+                o_BTHV[rows, :, heads], lse_BHS[rows, heads] = found
         ctx.save_for_backward(q, k, v, w, beta, log_forget, o_BTHV, lse_BHS, cu_seqlens)
         ctx.options = scale, max_seqlen
         return o_BTHV
@@ -95,10 +110,8 @@ class _Attention(torch.autograd.Function):
         delta_kernel[(layout.S // layout.tile, B * H)](
             o_BTHV, do_BTHV, delta_BHS, T, layout.S, H=H, V=V, C=layout.tile
         )
-        gradients = Inputs(
-            *(None if x is None else torch.empty_like(x) for x in vars(inputs).values())
-        )
-        for rows, groups in pieces(inputs, layout):
+        parts, gradients = pieces(inputs, layout), None
+        for rows, groups in parts:
             heads = inputs.heads_of(groups)
             do, lse, delta = (
                 x.contiguous()
@@ -106,11 +119,15 @@ class _Attention(torch.autograd.Function):
             )
             part = inputs.part(rows, groups)
             found = attend_backward(part, do, lse, delta, layout, scale)
+            if len(parts) == 1:
+                gradients = found
+                break
+            gradients = gradients or inputs.empty()
             for name, x in vars(gradients).items():
                 if x is not None:
-                    x[rows, :, heads if name in ("q", "log_forget") else groups] = getattr(
-                        found, name
-                    )
+                    own = heads if name in ("q", "log_forget") else groups
+                    x[rows, :, own] = getattr(found, name)
+        assert gradients is not None
         return *vars(gradients).values(), None, None, None
 
 
@@ -125,6 +142,9 @@ class Inputs:
 
     def contiguous(self) -> "Inputs":
         return Inputs(*(None if x is None else x.contiguous() for x in vars(self).values()))
+
+    def empty(self) -> "Inputs":
+        return Inputs(*(None if x is None else torch.empty_like(x) for x in vars(self).values()))
 
     def heads_of(self, groups: slice) -> slice:
         shared = self.q.shape[2] // self.k.shape[2]
@@ -180,19 +200,20 @@ def layout_of(inputs: Inputs, cu_seqlens: Tensor | None, max_seqlen: int | None)
     return Layout(C, span, lags, S, start_S, end_S)
 
 
-def pieces(inputs: Inputs, layout: Layout) -> Iterator[tuple[slice, slice]]:
+def pieces(inputs: Inputs, layout: Layout) -> list[tuple[slice, slice]]:
     """Rows of the batch and key/value heads that are taken at a time."""
     B, _, G, _ = inputs.k.shape
     if inputs.w is None:
-        yield slice(0, B), slice(0, G)
-        return
+        return [(slice(0, B), slice(0, G))]
     shared = inputs.q.shape[2] // G
     one = workspace_bytes(layout.S, inputs.q.shape[3], shared, *layout.cut)
     fits = max(1, WORKSPACE_BYTES // one)
     rows, groups = _even(B, fits), _even(G, max(1, fits // B))
-    for b in range(0, B, rows):
-        for g in range(0, G, groups):
-            yield slice(b, min(b + rows, B)), slice(g, min(g + groups, G))
+    return [
+        (slice(b, min(b + rows, B)), slice(g, min(g + groups, G)))
+        for b in range(0, B, rows)
+        for g in range(0, G, groups)
+    ]
 
 
 def _even(count: int, fits: int) -> int:
@@ -237,7 +258,7 @@ def attend_backward(
     dk, dk_far, dv, columns_2BHS = _key_gradients(inputs, carried, do, lse, delta, layout, scale)
     dq, dq_near, dq_far, rows_BHS = _query_gradients(inputs, carried, do, lse, delta, layout, scale)
     found = replace(inputs, q=dq, k=dk, v=dv)
-    if inputs.log_forget is not None:
+    if inputs.log_forget is not None and columns_2BHS is not None:
         ds_BHS = rows_BHS - columns_2BHS.sum(0)
         found.log_forget = gate_gradient(ds_BHS, inputs.log_forget, layout.start_S, layout.end_S)
     if carried is not None:

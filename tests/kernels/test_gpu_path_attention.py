@@ -57,12 +57,13 @@ def rounded(q_BTHK, k_BTGK, v_BTGV, w_BTGK=None, beta_BTG=None, log_forget_BTH=N
     T, H, K = q_BTHK.shape[1:]
     shared = H // k_BTGK.shape[2]
     k, v = (x.float().repeat_interleave(shared, 2) for x in (k_BTGK, v_BTGV))
-    if w_BTGK is not None:
+    w = beta = None
+    if w_BTGK is not None and beta_BTG is not None:
         w, beta = (x.repeat_interleave(shared, 2) for x in (w_BTGK, beta_BTG))
     keys, gates, rows, first = k[:, :0], k[:, :0, :, 0], [], 0
     for t in range(T):
         first = t if t in starts else first
-        if t and w_BTGK is not None:
+        if t and w is not None and beta is not None:
             along = (keys * w[:, t : t + 1]).sum(-1, keepdim=True)
             keys = keys - beta[:, t : t + 1, :, None] * along * w[:, t : t + 1]
         keys = torch.cat([keys, k[:, t : t + 1]], 1)
