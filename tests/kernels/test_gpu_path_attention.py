@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixtron.kernels.path_attention import path_attention, triton_op
+from mixtron.kernels.path_attention import path_attention, path_attention_step, triton_op
 from tests.helpers.numerics import assert_close_calibrated
 
 pytestmark = pytest.mark.gpu
@@ -153,6 +153,28 @@ def test_nothing_unwritten_is_read(form, monkeypatch):
         assert not x.isnan().any(), name
         if form == "fox":
             assert torch.equal(x, expected[name]), name
+
+
+@pytest.mark.parametrize("form", ["path-fox", "fox"])
+def test_decode_step(form):
+    """Both forms on the same caches of 2,000 rows, of two sequences."""
+    inputs = {n: x[0] for n, x in make_inputs(4002, form).items()}
+    length = torch.tensor([1990, 700], device="cuda")
+    kind = torch.float32 if form == "path-fox" else torch.bfloat16
+    names = ("k_BTGK", "v_BTGV", "log_forget_BTH")
+    stacked = [inputs[n][:4000].unflatten(0, (2, -1)) for n in names]
+    caches = [stacked[0].to(kind), stacked[1], stacked[2]]
+    new = [inputs[n][4000:] if n in inputs else None for n in ("q_BTHK", *names[:2])]
+    new += [inputs[n][4000:] if n in inputs else None for n in ("w_BTGK", "beta_BTG", names[2])]
+    found = []
+    for backend in ("block", "triton"):
+        own = [x.clone() for x in caches]
+        o = path_attention_step(*own, length, *new, backend=backend)
+        found.append([o, *(x[b, : length[b] + 1] for x in own for b in range(2))])
+    for x, y in zip(*found, strict=True):
+        # fp32 sums of 2,000 terms; o is rounded to bf16.
+        tolerance = 2**-8 if x.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
 def test_refuses_what_it_cannot_run():

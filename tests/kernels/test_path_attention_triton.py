@@ -10,7 +10,7 @@ CHECK = """
 import numpy as np
 import torch
 import torch.nn.functional as F
-from mixtron.kernels.path_attention import path_attention, triton_op
+from mixtron.kernels.path_attention import path_attention, path_attention_step, triton_op
 from mixtron.kernels.path_attention.triton_plan import Launch, Plan
 
 # Small tiles, so that few tokens make several spans.
@@ -59,6 +59,24 @@ for T, form, G, offsets, B in [
         # fp32 sums of up to 150 terms; of a single token all but o and dv are zero.
         assert error < 2e-5, (T, form, name, error)
     print("checked", T, form, len(exact), flush=True)
+
+# Decoding: two sequences of other lengths in a cache with room, by both forms.
+for form, G in [("path-fox", 2), ("fox", 1)]:
+    generator = torch.Generator().manual_seed(0)
+    caches = [draw(2, 600, G, K), draw(2, 600, G, K), -draw(2, 600, H).abs()]
+    length = torch.tensor([570, 32])
+    new = [draw(2, H, K), draw(2, G, K), draw(2, G, K)]
+    maps = [F.normalize(draw(2, G, K), dim=-1), 2 * draw(2, G).sigmoid()]
+    new += maps if "path" in form else [None, None]
+    new.append(F.logsigmoid(draw(2, H)))
+    found = {}
+    for backend in ("block", "triton"):
+        own = [x.clone()[:, :580] for x in caches]
+        o = path_attention_step(*own, length, *new, backend=backend)
+        found[backend] = [o, *(x[b, : length[b] + 1] for x in own for b in range(2))]
+    for x, y in zip(*found.values(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    print("decoded", form, flush=True)
 """
 
 
@@ -76,4 +94,6 @@ def test_interpreted_kernels_equal_the_definition():
         "checked 130 path 6",
         "checked 150 path-fox 7",
         "checked 140 path-fox 7",
+        "decoded path-fox",
+        "decoded fox",
     ]

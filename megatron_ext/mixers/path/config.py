@@ -36,8 +36,8 @@ class PathFamilyConfig(MixerConfig):
     parallel.context)."""
 
     kernel: Literal["block", "triton"] = "block"
-    """The op's form in training: torch's on any device, or Triton's, for bf16 on a GPU. What
-    context ranks exchange, and decoding, are torch's."""
+    """The op's form in training and decoding: torch's on any device, or Triton's, for bf16 on a
+    GPU. What context ranks exchange is torch's."""
 
     context_parallel: ClassVar[bool] = True
 

@@ -208,6 +208,7 @@ class Mixer(ShardedModule):
             beta,
             log_forget,
             gate_scale=self.mixer.gate_scale,
+            backend=self.mixer.kernel,
         )
         return o_BHK[None]
 
