@@ -33,7 +33,9 @@ def gate_gradient(
     fp64, because it is a running difference.
     """
     T = log_forget_BTH.shape[1]
-    behind_BHS = ds_BHS[..., :T].double().flip(-1).cumsum(-1).flip(-1)
+    # A row of zeros more: on a GPU torch scans a single row in an order that varies.
+    rows_BHT = F.pad(ds_BHS[..., :T].double(), (0, 0, 0, 1))
+    behind_BHS = rows_BHT.flip(-1).cumsum(-1).flip(-1)[:, :-1]
     position_T = torch.arange(T, device=ds_BHS.device)
     if start_S is None or end_S is None:
         first_T = position_T == 0
