@@ -83,9 +83,12 @@ class Tiles(torch.autograd.Function):
                 left, right, out, factor, T, S, E=out.shape[3],
                 NATURAL=right is q, **shape, **launch,
             )  # fmt: skip
-        solve_gradient_kernel[(S // C, B * G)](
+        key_gradient_kernel[(S // C, B * G)](
             k, w, beta, start_S, L_BGSC, X_BGSC, Y_BGSK, dkc_BGSK.contiguous(),
-            dmap_BGNKK.contiguous(), dX, dY, dk_own, dw_own, dk, dw, dbeta, T, S,
+            dmap_BGNKK.contiguous(), dX, dY, dk_own, dw_own, dk, T, S, **shape, **masked, **launch,
+        )  # fmt: skip
+        inverse_gradient_kernel[(S // C, B * G)](
+            k, w, beta, start_S, L_BGSC, dX, dY, dw_own, dw, dbeta, T, S,
             **shape, **masked, **launch,
         )  # fmt: skip
         return dq, dk, dw, dbeta, None, None, None, None
@@ -288,12 +291,12 @@ def sum_kernel(
 
 
 @triton.jit(do_not_specialize=("T",))
-def solve_gradient_kernel(
-    k, w, beta, start_S, L, X, Y, dk_carried, dmaps, dX, dY, dk_own, dw_own, dk, dw, dbeta, T, S,
+def key_gradient_kernel(
+    k, w, beta, start_S, L, X, Y, dk_carried, dmaps, dX, dY, dk_own, dw_own, dk, T, S,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The rest of a tile's dk, dw and dbeta."""
+    """A tile's dk; dX, dY and what dw has so far, each in the place of what the queries gave."""
     n = tl.program_id(0)
     bg = tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G
@@ -305,29 +308,55 @@ def solve_gradient_kernel(
     w_CK = tl.load(tile(w + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
     beta_C = tl.load(beta + (b * T + t_C) * G + g, t_C < T, 0.0)
     dkc_CK = tl.load(tile(dk_carried, own, K, row_C, key_K)).to(LOW)
-    dX_CC = tl.load(tile(dX, own, C, row_C, row_C)) - tl.dot(w_CK, tl.trans(dkc_CK))
-    dX_CC = dX_CC.to(LOW)
-    X_CC = tl.load(tile(X, own, C, row_C, row_C)).to(LOW)
-    dw_CK = tl.load(tile(dw_own, own, K, row_C, key_K)) - tl.dot(X_CC, dkc_CK)
-    dP_KK = tl.load(tile(dmaps, (bg * (S // C) + n) * K, K, key_K, key_K)).to(LOW)
-    Y_CK = tl.load(tile(Y, own, K, row_C, key_K)).to(LOW)
-    dw_CK -= tl.dot(Y_CK, tl.trans(dP_KK))
-    dY_CK = (tl.load(tile(dY, own, K, row_C, key_K)) - tl.dot(w_CK, dP_KK)).to(LOW)
+    dX_tile, dY_tile = tile(dX, own, C, row_C, row_C), tile(dY, own, K, row_C, key_K)
+    dX_CC = tl.load(dX_tile) - tl.dot(w_CK, tl.trans(dkc_CK))
+    tl.store(dX_tile, dX_CC)
     L_CC = tl.load(tile(L, own, C, row_C, row_C))
     U_CC = (L_CC * beta_C[:, None]).to(LOW)
-    dw_CK = tl.dot(tl.trans(U_CC), dY_CK, dw_CK)
-    k_CK = tl.load(tile(k + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    dB_CC = tl.where(below_CC, tl.dot(tl.trans(U_CC), dX_CC), 0.0).to(LOW)
-    dw_CK = tl.dot(dB_CC, k_CK, dw_CK)
+    dB_CC = tl.where(below_CC, tl.dot(tl.trans(U_CC), dX_CC.to(LOW)), 0.0).to(LOW)
     dk_CK = tl.load(tile(dk_own, own, K, row_C, key_K))
     dk_CK += tl.load(tile(dk_carried, own, K, row_C, key_K))
     dk_CK = tl.dot(tl.trans(dB_CC), w_CK, dk_CK)
     dk_tile = tile(dk + g * K, first, G * K, row_C, key_K)
     tl.store(dk_tile, dk_CK.to(dk.dtype.element_ty), inside_C1)
+    dw_tile = tile(dw_own, own, K, row_C, key_K)
+    k_CK = tl.load(tile(k + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    dw_CK = tl.dot(dB_CC, k_CK, tl.load(dw_tile))
+    X_CC = tl.load(tile(X, own, C, row_C, row_C)).to(LOW)
+    dw_CK -= tl.dot(X_CC, dkc_CK)
+    dP_KK = tl.load(tile(dmaps, (bg * (S // C) + n) * K, K, key_K, key_K)).to(LOW)
+    Y_CK = tl.load(tile(Y, own, K, row_C, key_K)).to(LOW)
+    dw_CK -= tl.dot(Y_CK, tl.trans(dP_KK))
+    dY_CK = tl.load(dY_tile) - tl.dot(w_CK, dP_KK)
+    tl.store(dY_tile, dY_CK)
+    dw_CK = tl.dot(tl.trans(U_CC), dY_CK.to(LOW), dw_CK)
+    tl.store(dw_tile, dw_CK)
 
+
+@triton.jit(do_not_specialize=("T",))
+def inverse_gradient_kernel(
+    k, w, beta, start_S, L, dX, dY, dw_own, dw, dbeta, T, S,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """The rest of a tile's dw, and dbeta: what passes through L."""
+    n = tl.program_id(0)
+    bg = tl.program_id(1).to(tl.int64)
+    b, g = bg // G, bg % G
+    row_C, key_K = tl.arange(0, C), tl.arange(0, K)
+    t_C = n * C + row_C
+    inside_C1 = (t_C < T)[:, None]
+    first, own = b * T + n * C, bg * S + n * C
+    below_CC = pairs(start_S, n * C, C, DOCUMENTS) & (row_C[:, None] > row_C[None, :])
+    w_CK = tl.load(tile(w + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    beta_C = tl.load(beta + (b * T + t_C) * G + g, t_C < T, 0.0)
+    k_CK = tl.load(tile(k + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
     B_CC = tl.where(below_CC, tl.dot(w_CK, tl.trans(k_CK)), 0.0).to(LOW)
+    dX_CC = tl.load(tile(dX, own, C, row_C, row_C)).to(LOW)
     dU_CC = tl.dot(dX_CC, tl.trans(B_CC))
+    dY_CK = tl.load(tile(dY, own, K, row_C, key_K)).to(LOW)
     dU_CC = tl.dot(dY_CK, tl.trans(w_CK), dU_CC)
+    L_CC = tl.load(tile(L, own, C, row_C, row_C))
     dbeta_C = tl.sum(dU_CC * L_CC, 1)
     # Of L = (I + A)^-1: dA = -L^T dL L^T.
     dL_CC = (dU_CC * beta_C[:, None]).to(LOW)
@@ -337,6 +366,6 @@ def solve_gradient_kernel(
     dbeta_C += tl.sum(dA_CC * tl.dot(w_CK, tl.trans(w_CK)), 0)
     tl.store(dbeta + (b * T + t_C) * G + g, dbeta_C, t_C < T)
     dG_CC = (dA_CC * beta_C[None, :]).to(LOW)
-    dw_CK = tl.dot(dG_CC, w_CK, dw_CK)
+    dw_CK = tl.dot(dG_CC, w_CK, tl.load(tile(dw_own, own, K, row_C, key_K)))
     dw_CK = tl.dot(tl.trans(dG_CC), w_CK, dw_CK)
     tl.store(tile(dw + g * K, first, G * K, row_C, key_K), dw_CK, inside_C1)
