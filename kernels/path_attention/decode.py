@@ -1,8 +1,11 @@
 """One token of PaTH attention: its cached keys are carried on, then plain attention reads them."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from mixtron.kernels.path_attention.triton_decode import path_attention_step_triton
 from mixtron.kernels.recurrence import GATE_DTYPES
 
 
@@ -20,6 +23,7 @@ def path_attention_step(
     *,
     scale: float | None = None,
     gate_scale: float = 1.0,
+    backend: Literal["block", "triton"] = "block",
 ) -> Tensor:
     """The next token of each sequence (arXiv 2505.16381): k_j <- H_t k_j for all cached keys j,
     in place, and the new key, value and gate written behind each sequence's own last one.
@@ -31,6 +35,7 @@ def path_attention_step(
         gate_BSH  [B, S, H]     sums of the log gates behind each key, fp32 or fp64; or None.
         length_B  [B] int64     tokens that each sequence has in the cache; below S.
         others    as in `path_attention`, without the token dimension.
+        backend   "triton" reads and writes the cache once, on a GPU; "block" is torch's.
     Returns:
         o_BHV [B, H, V] in v's dtype.
     Raises:
@@ -38,6 +43,12 @@ def path_attention_step(
     """
     if w_BGK is not None and k_BSGK.dtype not in GATE_DTYPES:
         raise ValueError(f"k_BSGK is {k_BSGK.dtype}, expected fp32 or fp64 with w_BGK")
+    if scale is None:
+        scale = q_BHK.shape[-1] ** -0.5
+    if backend == "triton":
+        new = (q_BHK, k_BGK, v_BGV, w_BGK, beta_BG, log_forget_BH)
+        options = {"scale": scale, "gate_scale": gate_scale}
+        return path_attention_step_triton(k_BSGK, v_BSGV, gate_BSH, length_B, *new, **options)
     dtype, (S, G) = torch.promote_types(k_BSGK.dtype, torch.float32), k_BSGK.shape[1:3]
     row = torch.arange(len(length_B), device=length_B.device)
     if w_BGK is not None and beta_BG is not None:
@@ -48,7 +59,7 @@ def path_attention_step(
     v_BSGV[row, length_B] = v_BGV.to(v_BSGV.dtype)
     q_BGRK = q_BHK.to(dtype).unflatten(1, (G, -1))
     logits_BGRS = torch.einsum("bgrk,bsgk->bgrs", q_BGRK, k_BSGK.to(dtype))
-    logits_BGRS = logits_BGRS * (q_BHK.shape[-1] ** -0.5 if scale is None else scale)
+    logits_BGRS = logits_BGRS * scale
     if gate_BSH is not None and log_forget_BH is not None:
         gate_BSH.add_(log_forget_BH.to(gate_BSH.dtype)[:, None])
         gate_BSH[row, length_B] = 0

@@ -7,10 +7,15 @@ from torch import Tensor
 from mixtron.kernels.path_attention.blockwise import path_attention_blockwise
 from mixtron.kernels.path_attention.reference import path_attention_reference
 from mixtron.kernels.path_attention.segment import PastKeys
+from mixtron.kernels.path_attention.triton_op import path_attention_triton
 from mixtron.kernels.recurrence import INPUT_DTYPES, check_documents, check_gate
 
-Backend = Literal["block", "reference"]
-BACKENDS = {"block": path_attention_blockwise, "reference": path_attention_reference}
+Backend = Literal["block", "triton", "reference"]
+BACKENDS = {
+    "block": path_attention_blockwise,
+    "triton": path_attention_triton,
+    "reference": path_attention_reference,
+}
 
 
 def path_attention(
@@ -52,6 +57,8 @@ def path_attention(
                         the last. None: past and tokens of each of the B rows are one document.
         max_seqlen      the longest document, past included, on the host: blocks of keys further
                         back are not visited. None: all are.
+        backend         "block" in torch on any device; "triton" for bf16 on a GPU with K and V of
+                        64 or 128, without a past; "reference" token by token.
     Returns:
         o_BTHV [B, T, H, V] in v's dtype.
     Raises:

@@ -234,6 +234,7 @@ def test_it_imports_no_torch():
         ("kla_400m", "kla", "chunk"),
         ("sa_swa_400m", "sa_swa", "tiled"),
         ("sd_125m", "sd", "blockwise"),
+        ("path_400m", "path", "block"),
     ],
 )
 def test_triton_kernels_are_refused_where_they_cannot_run(
@@ -257,3 +258,16 @@ def test_widths_that_triton_kernels_cannot_take_are_refused(name, mixer):
     overrides = [f"mixers.{mixer}.kernel=triton", f"mixers.{mixer}.head_dim=32"]
     with pytest.raises(ConfigError, match="kernel=triton takes a head_dim of 64 or 128, not 32"):
         load_config(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["mixers.path.head_dim=32"], "takes head_dim of 64 or 128, not 32"),
+        (["parallel.context=2"], "takes no keys of other context ranks"),
+    ],
+)
+def test_what_path_attention_in_triton_cannot_do_is_refused(overrides, said):
+    path = Path(__file__).parents[2] / "configs/path_400m.yaml"
+    with pytest.raises(ConfigError, match=said):
+        check(load_config(path, ["mixers.path.kernel=triton", *overrides]), 2)

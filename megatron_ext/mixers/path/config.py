@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.mixers.base import (
     MixerConfig,
     require_context_divides,
@@ -13,6 +14,8 @@ from mixtron.megatron_ext.mixers.base import (
 Positive = Annotated[int, Field(gt=0)]
 SHORTEST_BLOCK, LONGEST_BLOCK, PLAIN_BLOCK = 16, 128, 64
 """Of kernels/path_attention/blocks.py, which this file cannot import: it needs torch."""
+TRITON_DIMS, TRITON_TILE, TRITON_WORKSPACE_BYTES = (64, 128), 128, 2**29
+"""Of kernels/path_attention/triton_op.py and triton_plan.py, likewise."""
 
 
 def segments_back(longest: int, tokens: int) -> int:
@@ -55,12 +58,21 @@ class PathFamilyConfig(MixerConfig):
     ring: the same, passed on from rank to rank, of which nothing is kept for backward; heads: heads
     for tokens (`kv_heads` over TP divisible by parallel.context). All have equal work."""
 
+    kernel: Literal["block", "triton"] = "block"
+    """The op's form in training and decoding: torch's on any device, or Triton's, for bf16 on a
+    GPU. What context ranks exchange is torch's."""
+
     context_parallel: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _groups(self):
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.kernel == "triton" and self.head_dim not in TRITON_DIMS:
+            raise ValueError(
+                f"kernel=triton takes head_dim of 64 or 128, not {self.head_dim}; or use "
+                "kernel=block"
+            )
         return self
 
     @property
@@ -158,6 +170,8 @@ class PathFamilyConfig(MixerConfig):
     def working_bytes(
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
     ) -> float:
+        if self.kernel == "triton":
+            return self._triton_working_bytes(tokens, tensor, bytes_per_element)
         query, kv = self.widths()
         C = max(SHORTEST_BLOCK, min(self.head_dim, LONGEST_BLOCK)) if self.rank else PLAIN_BLOCK
         # In fp32, over all blocks: q scaled and carried, the output's gradient, q's; k, v and their
@@ -171,6 +185,26 @@ class PathFamilyConfig(MixerConfig):
         # A block's rows of logits over all keys: weights, their gradients, one in passing.
         rows = 3 * self.heads * C
         return 4 * tokens * (fp32 + rows) / tensor
+
+    def _triton_working_bytes(self, tokens: int, tensor: int, element: int) -> float:
+        query, kv = self.widths()
+        # Inputs in one piece and their gradients, the output's gradient; lse, delta and the gate's.
+        elements = 3 * query + 4 * kv
+        fp32 = self.heads * (20 if self.gated else 3)
+        if not self.rank:
+            return tokens * (elements * element + 4 * fp32) / tensor
+        fp32 += 2 * kv  # w's gradient, and one piece's
+        # What one key/value head needs (kernels/path_attention/triton_carry.py), as if all tokens
+        # were one document: there are half as many spans as tiles in a span, or twice as many.
+        K, C, shared = self.head_dim, TRITON_TILE, self.heads // self.kv_heads
+        versions = 1.25 * (tokens / C) ** 0.5
+        one = tokens * (
+            2 * 2 * K * shared * versions
+            + 6 * 4 * K * K / C
+            + 4 * (6 * K * (1 + shared) + 4 * C * (1 + shared))
+        )
+        piece = max(one, min(TRITON_WORKSPACE_BYTES, one * self.kv_heads / tensor))
+        return tokens * (elements * element + 4 * fp32) / tensor + piece
 
     def context_bytes_sent(
         self, tokens: int, tensor: int, context: int, element: int, longest: int
@@ -245,6 +279,19 @@ class PathFamilyConfig(MixerConfig):
             require_divisible(name, field, getattr(self, field), tensor)
         if self.context_exchange == "heads":
             require_context_divides(name, "kv_heads", self.kv_heads // tensor, tensor, context)
+        elif self.kernel == "triton" and context > 1:
+            raise ConfigError(
+                f"mixers.{name}.kernel=triton takes no keys of other context ranks "
+                f"(parallel.context={context}); set mixers.{name}.context_exchange=heads or "
+                f"mixers.{name}.kernel=block"
+            )
+
+    def check_device(self, name: str, device_type: str, precision: str) -> None:
+        if self.kernel == "triton" and (device_type != "cuda" or precision != "bf16"):
+            raise ConfigError(
+                f"mixers.{name}.kernel=triton runs on a GPU in bf16, not on {device_type} in "
+                f"{precision}; set mixers.{name}.kernel=block"
+            )
 
 
 class Config(PathFamilyConfig):

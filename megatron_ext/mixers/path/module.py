@@ -112,6 +112,7 @@ class Mixer(ShardedModule):
             gate_scale=self.mixer.gate_scale,
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
+            backend=self.mixer.kernel,
         )
         if batch.cache is not None:
             segment = path_segment(k, w, beta, log_forget)
@@ -213,6 +214,7 @@ class Mixer(ShardedModule):
             gate_scale=self.mixer.gate_scale,
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
+            backend=self.mixer.kernel,
         )
         return heads_to_sequence(o_BTHK[0], self.cp_group)[None]
 
@@ -246,6 +248,7 @@ class Mixer(ShardedModule):
             beta,
             log_forget,
             gate_scale=self.mixer.gate_scale,
+            backend=self.mixer.kernel,
         )
         return o_BHK[None]
 

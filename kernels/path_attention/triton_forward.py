@@ -1,0 +1,212 @@
+"""Attention's forward on a GPU: a tile of queries walks over blocks of keys, from near to far.
+
+With Householder maps the logits of a tile's own tokens are given, and a query tile comes in several
+versions: one for every earlier tile of its span, and one for every earlier span (triton_maps.py).
+Each meets keys that are carried to the right edge of their tile, or of their span. So all that is
+T^2 is FlashAttention, with or without maps.
+"""
+
+# tl.range is for Triton's compiler alone.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
+import triton
+import triton.language as tl
+
+from mixtron.kernels.path_attention.triton_maps import row_of_pairs
+from mixtron.kernels.triton_tools import tile
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+VARYING = ("T", "span_tiles", "lags")
+"""Of which no value is worth a compilation of its own."""
+
+
+@triton.jit(do_not_specialize=VARYING)
+def forward_kernel(
+    q,
+    q_near,
+    q_far,
+    k,
+    k_far,
+    v_BTGV,
+    logits,
+    gates,
+    totals,
+    start_S,
+    o_BTHV,
+    lse_BHS,
+    scale,
+    T,
+    S,
+    span_tiles,
+    lags,
+    plane,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAPS: tl.constexpr,
+    GATE: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A tile of C queries of one head: the output and the log-sum-exp.
+
+    Without maps q is [B, T, H, K] and k [B, T, G, K]. With maps q is not read, q_near is
+    [B, H, spans, pairs of tiles, C, K], q_far [B, H, pairs of spans, span, K], k and k_far
+    [B, G, S, K], logits [B, H, S, C].
+    """
+    # The last tiles see most keys: they start first.
+    a = tl.num_programs(0) - 1 - tl.program_id(0)
+    bh = tl.program_id(1).to(tl.int64)
+    b, h = bh // H, bh % H
+    g = h // (H // G)
+    row_C = tl.arange(0, C)
+    column = tl.arange(0, BLOCK)
+    key_K = tl.arange(0, K)
+    value_V = tl.arange(0, V)
+    t_C = a * C + row_C
+    inside_C = t_C < T
+    v = v_BTGV + b * T * G * V + g * V
+    start_C = t_C * 0
+    if DOCUMENTS:
+        start_C = tl.load(start_S + t_C)
+    until_C = tl.zeros([C], tl.float32)
+    if GATE:
+        until_C = tl.load(gates + bh * S + t_C)
+
+    if MAPS:
+        keys = k + (b * G + g) * S * K
+        k_row: tl.constexpr = K
+        q_CK = tl.zeros([C, K], PRODUCT)
+    else:
+        keys = k + b * T * G * K + g * K
+        k_row: tl.constexpr = G * K
+        q_tile = tile(q + h * K, b * T + a * C, H * K, row_C, key_K)
+        q_CK = tl.load(q_tile, inside_C[:, None], 0.0).to(PRODUCT)
+    # Not -inf: a row may have no key in the first block.
+    top_C = tl.full([C], -1e30, tl.float32)
+    sum_C = tl.zeros([C], tl.float32)
+    acc_CV = tl.zeros([C, V], tl.float32)
+    for i in range(C // BLOCK):
+        first = (a * C + i * BLOCK).to(tl.int64)
+        u_B = first + column
+        within_B1 = (u_B < T)[:, None]
+        if MAPS:
+            pair = tile(logits + i * BLOCK, bh * S + a * C, C, row_C, column)
+            s_CB = tl.load(pair) * LOG2_E
+        else:
+            k_BK = tl.load(tile(keys, first, k_row, column, key_K), within_B1, 0.0)
+            s_CB = tl.dot(q_CK, tl.trans(k_BK.to(PRODUCT))) * scale
+        if GATE:
+            s_CB += until_C[:, None] - tl.load(gates + bh * S + u_B)[None, :]
+        seen_CB = (u_B[None, :] <= t_C[:, None]) & (u_B[None, :] >= start_C[:, None])
+        s_CB = tl.where(seen_CB, s_CB, float("-inf"))
+        v_BV = tl.load(tile(v, first, G * V, column, value_V), within_B1, 0.0).to(PRODUCT)
+        acc_CV, top_C, sum_C = _add(acc_CV, top_C, sum_C, s_CB, v_BV)
+
+    after, total = lse_BHS, lse_BHS
+    if GATE:
+        after, total = gates + 3 * plane + bh * S, totals + bh * (S // BLOCK)
+    low = 0 * a
+    if DOCUMENTS:
+        low = tl.load(start_S + a * C) // BLOCK * BLOCK
+    between = tl.full([], 0.0, tl.float32)
+    if MAPS:
+        span, t = a // span_tiles, a % span_tiles
+        pairs = span_tiles * (span_tiles - 1) // 2
+        spans = S // (span_tiles * C)
+        version = (bh * spans + span) * pairs + t * (t - 1) // 2
+        for i in range(t):
+            u = t - 1 - i
+            q_CK = tl.load(tile(q_near, (version + u) * C, K, row_C, key_K)).to(PRODUCT)
+            hi = (span * span_tiles + u + 1) * C
+            acc_CV, top_C, sum_C, between = _walk_keys(
+                acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
+                tl.maximum(hi - C, low), hi, 1.0 * LOG2_E,
+                k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+            )  # fmt: skip
+        keys = k_far + (b * G + g) * S * K
+        version = bh * row_of_pairs(spans, lags) + row_of_pairs(span + 1, lags)
+        for i in range(tl.minimum(span, lags)):
+            m = span - 1 - i
+            first_row = ((version - 1 - i) * span_tiles + t) * C
+            q_CK = tl.load(tile(q_far, first_row, K, row_C, key_K)).to(PRODUCT)
+            hi = (m + 1) * span_tiles * C
+            acc_CV, top_C, sum_C, between = _walk_keys(
+                acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
+                tl.maximum(hi - span_tiles * C, low), hi, 1.0 * LOG2_E,
+                k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+            )  # fmt: skip
+    else:
+        acc_CV, top_C, sum_C, between = _walk_keys(
+            acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
+            low, a * C, scale,
+            k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+        )  # fmt: skip
+    o_tile = tile(o_BTHV + h * V, b * T + a * C, H * V, row_C, value_V)
+    o_CV = acc_CV / sum_C[:, None]
+    tl.store(o_tile, o_CV.to(o_BTHV.dtype.element_ty), inside_C[:, None])
+    tl.store(lse_BHS + bh * S + t_C, top_C * LN_2 + tl.log(sum_C))
+
+
+@triton.jit
+def _walk_keys(
+    acc_CV,
+    top_C,
+    sum_C,
+    between,
+    q_CK,
+    until_C,
+    start_C,
+    k,
+    v,
+    after,
+    total,
+    lo,
+    hi,
+    scale,
+    k_row: tl.constexpr,
+    v_row: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATE: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The key blocks lo .. hi, all before the queries, from the last to the first.
+
+    `between` is the sum of the gates from a key block's right edge to the query tile's left edge:
+    added up on the way, it never is a difference.
+    """
+    column = tl.arange(0, BLOCK)
+    key_K = tl.arange(0, K)
+    value_V = tl.arange(0, V)
+    for i in tl.range(0, (hi - lo) // BLOCK, num_stages=STAGES):
+        first = (hi - (i + 1) * BLOCK).to(tl.int64)
+        k_BK = tl.load(tile(k, first, k_row, column, key_K)).to(PRODUCT)
+        v_BV = tl.load(tile(v, first, v_row, column, value_V)).to(PRODUCT)
+        s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
+        if GATE:
+            s_CB += until_C[:, None] + (tl.load(after + first + column) + between)[None, :]
+            between += tl.load(total + first // BLOCK)
+        if DOCUMENTS:
+            s_CB = tl.where((first + column)[None, :] >= start_C[:, None], s_CB, float("-inf"))
+        acc_CV, top_C, sum_C = _add(acc_CV, top_C, sum_C, s_CB, v_BV)
+    return acc_CV, top_C, sum_C, between
+
+
+@triton.jit
+def _add(acc_CV, top_C, sum_C, s_CB, v_BV):
+    """One block of logits, in units of log 2, and values into the running softmax."""
+    new_C = tl.maximum(top_C, tl.max(s_CB, 1))
+    p_CB = tl.exp2(s_CB - new_C[:, None])
+    shrink_C = tl.exp2(top_C - new_C)
+    sum_C = sum_C * shrink_C + tl.sum(p_CB, 1)
+    acc_CV = tl.dot(p_CB.to(v_BV.dtype), v_BV, acc_CV * shrink_C[:, None])
+    return acc_CV, new_C, sum_C
