@@ -135,7 +135,9 @@ def _activations(config: RunConfig, world_size: int, stage: int) -> float:
         per_token = sum(_layer_bytes(config, name) for name in layers)
     per_token *= _passes_in_flight(config, world_size, stage)
     if stage == config.parallel.pipeline - 1:
-        per_token += _norm_bytes(config)  # the final norm's
+        # The final norm's input, and its output as the loss takes it: of the whole sequence.
+        per_token += _norm_bytes(config) - _residual_bytes(config)
+        per_token += config.model.hidden_size * element_bytes(config)
     if stage == 0 and config.model.dropout > 0:
         per_token += _residual_bytes(config) / element_bytes(config) * MASK_BYTES
     return per_token * micro_batch_tokens(config)

@@ -57,8 +57,8 @@ def _tensor(config: RunConfig, stage: int) -> float:
         # The embedding: all-reduce forward; reduce-scatter forward and all-gather backward.
         exchanges += 2
     if stage == parallel.pipeline - 1:
-        # The output layer: all-reduce of its input's gradient, or as any other projection.
-        exchanges += 2 + again
+        # The output layer: all-reduce of its input's gradient, or a gather and its transpose.
+        exchanges += 2
     return exchanges * ring(parallel.tensor) * _sequence_bytes(config)
 
 

@@ -131,7 +131,8 @@ def test_what_splits_activations():
     tensor = memory_per_rank(large("parallel={tensor: 2}"), 2)["activations"]
     assert tensor == whole / 2 + tokens * shared / 2
     sequence = memory_per_rank(large("parallel={tensor: 2, sequence: true}"), 2)["activations"]
-    assert sequence == whole / 2
+    gathered = 1024 * 2 / 2  # for the loss, a token
+    assert sequence == whole / 2 + tokens * gathered
     context = memory_per_rank(large("parallel={context: 2}"), 2)["activations"]
     assert context == whole / 2
 

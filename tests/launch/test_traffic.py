@@ -69,8 +69,8 @@ def test_data_parallel_traffic_by_hand():
     [
         # Two all-reduces forward, two backward, in 24 layers; embedding and output layer one each.
         (["parallel={tensor: 4}"], 24 * 8 + 2 + 2),
-        # Sequence parallelism gathers two inputs a layer and the output layer's once more.
-        (["parallel={tensor: 4, sequence: true}"], 24 * 10 + 2 + 3),
+        # Sequence parallelism gathers two inputs a layer once more.
+        (["parallel={tensor: 4, sequence: true}"], 24 * 10 + 2 + 2),
         (["parallel={tensor: 4}", "training.recompute=full"], 24 * 12 + 2 + 2),
     ],
     ids=["all-reduce", "sequence", "recompute"],
