@@ -51,7 +51,7 @@ def make_inputs(shape: tuple[int, int, int], width: int, form: str) -> dict[str,
 
 
 def ours(inputs: dict[str, Tensor]) -> Tensor:
-    return path_attention(**inputs, backend="triton")
+    return path_attention(**inputs, backend="triton")  # pyright: ignore[reportArgumentType]
 
 
 def torch_attention(backend: SDPBackend) -> Callable[[dict[str, Tensor]], Tensor]:
@@ -104,7 +104,7 @@ def compare(shape: tuple[int, int, int], width: int) -> None:
 
 
 def longest(width: int) -> None:
-    rows = [["op", "forward + backward ms", "extra MiB"]]
+    rows = []
     for name, form in FORMS.items():
         inputs = make_inputs(LONGEST, width, form)
         leaves = list(inputs.values())
@@ -115,7 +115,7 @@ def longest(width: int) -> None:
 
         rows.append([name, measure.time_ms(both, 1, 2), f"{measure.extra_mib(both):,.0f}"])
     print(f"\n(B, T, H) = {LONGEST}, head size {width}\n")
-    print(measure.table(rows[0], rows[1:]), flush=True)
+    print(measure.table(["op", "forward + backward ms", "extra MiB"], rows), flush=True)
 
 
 def sweep(width: int) -> None:

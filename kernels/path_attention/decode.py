@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -43,12 +45,12 @@ def path_attention_step(
     """
     if w_BGK is not None and k_BSGK.dtype not in GATE_DTYPES:
         raise ValueError(f"k_BSGK is {k_BSGK.dtype}, expected fp32 or fp64 with w_BGK")
-    if scale is None:
-        scale = q_BHK.shape[-1] ** -0.5
+    scale = 1 / math.sqrt(q_BHK.shape[-1]) if scale is None else scale
     if backend == "triton":
         new = (q_BHK, k_BGK, v_BGV, w_BGK, beta_BG, log_forget_BH)
-        options = {"scale": scale, "gate_scale": gate_scale}
-        return path_attention_step_triton(k_BSGK, v_BSGV, gate_BSH, length_B, *new, **options)
+        return path_attention_step_triton(
+            k_BSGK, v_BSGV, gate_BSH, length_B, *new, scale=scale, gate_scale=gate_scale
+        )
     dtype, (S, G) = torch.promote_types(k_BSGK.dtype, torch.float32), k_BSGK.shape[1:3]
     row = torch.arange(len(length_B), device=length_B.device)
     if w_BGK is not None and beta_BG is not None:
@@ -59,7 +61,7 @@ def path_attention_step(
     v_BSGV[row, length_B] = v_BGV.to(v_BSGV.dtype)
     q_BGRK = q_BHK.to(dtype).unflatten(1, (G, -1))
     logits_BGRS = torch.einsum("bgrk,bsgk->bgrs", q_BGRK, k_BSGK.to(dtype))
-    logits_BGRS = logits_BGRS * scale
+    logits_BGRS = scale * logits_BGRS
     if gate_BSH is not None and log_forget_BH is not None:
         gate_BSH.add_(log_forget_BH.to(gate_BSH.dtype)[:, None])
         gate_BSH[row, length_B] = 0
