@@ -1,8 +1,7 @@
 """One token of PaTH attention: its cached keys are carried on, then plain attention reads them."""
 
-from typing import Literal
-
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
