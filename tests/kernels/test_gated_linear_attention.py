@@ -309,7 +309,7 @@ def test_decode_continues_the_chunked_prefill(prefill, decay):
         ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens is \[0, 3\], expected .* 0 to 5"),
         ({"cu_seqlens": torch.tensor([0, 4, 3, 5])}, r"cu_seqlens is \[0, 4, 3, 5\]"),
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, r"cu_seqlens is torch.float32"),
-        ({"backend": "triton"}, r"backend is 'triton', expected one of chunk, reference"),
+        ({"backend": "loop"}, r"backend is 'loop', expected one of chunk, triton, reference"),
     ],
 )
 def test_bad_arguments_are_named(change, message):

@@ -304,7 +304,7 @@ def test_decode_continues_the_prefill_with_few_states(base):
         ({"states": torch.zeros(1, 4, J, K, V)}, r"initial_states_BSJKV is \[1, 4, 2, 4, 3\]"),
         ({"beta": torch.zeros(1, 5)}, r"beta_BTJ is \[1, 5\], expected \[1, 5, 2\]"),
         ({"lambda": torch.zeros(1, 5, J, 5).bfloat16()}, r"lambda_BTJL is torch.bfloat16"),
-        ({"backend": "triton"}, r"backend is 'triton', expected one of chunk, recurrent"),
+        ({"backend": "loop"}, r"backend is 'loop', expected one of chunk, triton, recurrent"),
     ],
 )
 def test_bad_arguments_are_named(change, message):

@@ -410,7 +410,7 @@ def error(found, exact):
         ({"past_gate": torch.zeros(1, 3, G)}, r"past.gate_after_BPH is \[1, 3, 2\]"),
         ({"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is \[0, 5\], expected .* 0 to 8"),
         ({"max_seqlen": 0}, r"max_seqlen is 0, expected at least 1"),
-        ({"backend": "triton"}, r"backend is 'triton', expected one of block, reference"),
+        ({"backend": "loop"}, r"backend is 'loop', expected one of block, triton, reference"),
     ],
 )
 def test_bad_arguments_are_named(change, message):

@@ -80,8 +80,10 @@ def with_bad_steps(config_path: str, overrides: list[str]) -> BadSteps:
         return gradient + math.inf if bad else gradient
 
     def passes(*args, **kwargs):
-        loss_sum, tokens = plain(*args, **kwargs)
-        return (math.inf if run.progress.step + 1 == 4 else loss_sum), tokens
+        totals = plain(*args, **kwargs)
+        if run.progress.step + 1 == 4:
+            totals[0] = math.inf
+        return totals
 
     next(run.wrapped[0].parameters()).register_hook(infinite)
     loop.run_micro_batches = passes

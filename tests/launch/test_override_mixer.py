@@ -9,7 +9,8 @@ import torch
 from tests.helpers.ranks import run_on_ranks
 
 TOKENS = 32
-WINDOWS = (3, 15, 47, 2 * TOKENS - 1)
+WINDOWS = {"sa": (3, 15, 47, 2 * TOKENS - 1), "swa": (3, 7, 15, TOKENS)}
+"""The last reaches every token: SA's is two-sided."""
 
 
 def divergences(folder: str, paths: str) -> list[float]:
@@ -42,7 +43,7 @@ def divergences(folder: str, paths: str) -> list[float]:
 
     expected = chances(full)
     found = []
-    for window in WINDOWS:
+    for window in WINDOWS[paths]:
         change = f"attention={{type: stochastic, paths: {paths}, window: {window}}}"
         replaced = with_mixers(full, [change])
         assert replaced.mixers["attention"].qk_norm
