@@ -29,6 +29,21 @@ def form_for(x: Tensor, backend: Form | None) -> Form:
     return form
 
 
+HEAD_DIMS = (64, 128)
+
+
+def check_takes(q: Tensor, v: Tensor, name: str) -> None:
+    """Raises ValueError, of q by its name, for what no kernel of queries, keys and values takes:
+    another dtype than bf16, another device than a GPU, a width of neither 64 nor 128."""
+    if INTERPRETED:
+        return
+    if q.device.type != "cuda" or q.dtype != torch.bfloat16:
+        raise ValueError(f"{name} is {q.dtype} on {q.device}: the triton form takes bf16 on a GPU")
+    K, V = q.shape[-1], v.shape[-1]
+    if K not in HEAD_DIMS or V not in HEAD_DIMS:
+        raise ValueError(f"K={K}, V={V}: the triton form takes 64 or 128 for each")
+
+
 def product_dtype(dtype: torch.dtype) -> tl.dtype:
     """What operands of `tl.dot` are rounded to: the inputs' dtype.
 

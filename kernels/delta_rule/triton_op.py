@@ -15,10 +15,9 @@ from mixtron.kernels.delta_rule.decode import StepSize
 from mixtron.kernels.delta_rule.triton_backward import gradient_kernel, reverse_scan_kernel
 from mixtron.kernels.delta_rule.triton_forward import prepare_kernel, scan_kernel
 from mixtron.kernels.recurrence import document_starts
-from mixtron.kernels.triton_tools import INTERPRETED, product_dtype
+from mixtron.kernels.triton_tools import check_takes, product_dtype
 
 CHUNK_LENGTH = 64
-HEAD_DIMS = (64, 128)
 STATE_EVERY = 2
 """A state, and its gradient, is kept of every second chunk; the one between is computed again."""
 
@@ -70,7 +69,7 @@ def delta_rule_triton(
     Raises:
         ValueError: a dtype, device or width that it cannot take.
     """
-    _check(q_BTHK, v_BTJV)
+    check_takes(q_BTHK, v_BTJV, "q_BTHK")
     if scale is None:
         scale = 1 / math.sqrt(q_BTHK.shape[-1])
     options = Options(step_size, eps, scale)
@@ -84,18 +83,6 @@ def delta_rule_triton(
     if rows > 1:
         o_BTJV, state_BJKV = o_BTJV.flatten(0, 1)[None], state_BJKV[-1:]
     return o_BTJV, state_BJKV
-
-
-def _check(q_BTHK: Tensor, v_BTJV: Tensor) -> None:
-    K, V = q_BTHK.shape[-1], v_BTJV.shape[-1]
-    if INTERPRETED:
-        return
-    if q_BTHK.device.type != "cuda" or q_BTHK.dtype != torch.bfloat16:
-        raise ValueError(
-            f"q_BTHK is {q_BTHK.dtype} on {q_BTHK.device}: the triton form takes bf16 on a GPU"
-        )
-    if K not in HEAD_DIMS or V not in HEAD_DIMS:
-        raise ValueError(f"K={K}, V={V}: the triton form takes 64 or 128 for each")
 
 
 @dataclass(frozen=True)

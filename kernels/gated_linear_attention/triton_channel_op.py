@@ -13,12 +13,12 @@ from torch import Tensor
 from mixtron.kernels.gated_linear_attention import triton_channel as kernels
 from mixtron.kernels.gated_linear_attention.triton_op import (
     CHUNK_LENGTH,
-    check_triton,
     document_numbers,
     run_triton,
     scan,
     shape_of,
 )
+from mixtron.kernels.triton_tools import check_takes
 
 SUBCHUNK_LENGTH = 16
 WARPS = {"sums": 4, "write": 4, "scores": 8, "output": 4, "query": 8, "key": 8}
@@ -39,7 +39,7 @@ def gated_linear_attention_triton(
     Raises:
         ValueError: a dtype, device or width that it cannot take.
     """
-    check_triton(q_BTHK, v_BTJV)
+    check_takes(q_BTHK, v_BTJV, "q_BTHK")
     if scale is None:
         scale = 1 / math.sqrt(q_BTHK.shape[-1])
     inputs = (q_BTHK, k_BTHK, v_BTJV, log_decay, initial_state_BJKV, cu_seqlens, scale)

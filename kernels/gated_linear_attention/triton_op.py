@@ -17,10 +17,9 @@ from mixtron.kernels.gated_linear_attention.triton_forward import (
     write_kernel,
 )
 from mixtron.kernels.recurrence import document_starts
-from mixtron.kernels.triton_tools import INTERPRETED, product_dtype
+from mixtron.kernels.triton_tools import product_dtype
 
 CHUNK_LENGTH = 64
-HEAD_DIMS = (64, 128)
 
 
 @dataclass(frozen=True)
@@ -53,19 +52,6 @@ def run_triton(
     return _GatedLinear.apply(  # type: ignore[return-value]
         q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, initial_state_BJKV, cu_seqlens, scale, fp32_output
     )
-
-
-def check_triton(q_BTHK: Tensor, v_BTJV: Tensor) -> None:
-    """Raises ValueError for what the kernels are not written for."""
-    K, V = q_BTHK.shape[-1], v_BTJV.shape[-1]
-    if INTERPRETED:
-        return
-    if q_BTHK.device.type != "cuda" or q_BTHK.dtype != torch.bfloat16:
-        raise ValueError(
-            f"q_BTHK is {q_BTHK.dtype} on {q_BTHK.device}: the triton form takes bf16 on a GPU"
-        )
-    if K not in HEAD_DIMS or V not in HEAD_DIMS:
-        raise ValueError(f"K={K}, V={V}: the triton form takes 64 or 128 for each")
 
 
 class _GatedLinear(torch.autograd.Function):

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixtron.kernels.gated_linear_attention.triton_op import check_triton, run_triton
+from mixtron.kernels.gated_linear_attention.triton_op import run_triton
+from mixtron.kernels.triton_tools import check_takes
 
 ONES_DIM = 16
 """Value channels beside the one that is 1: tensor cores take no fewer."""
@@ -24,7 +25,7 @@ def weighted_sums(
     Raises:
         ValueError: a dtype, device or width that it cannot take.
     """
-    check_triton(phi_q_BTHK, v_BTHV)
+    check_takes(phi_q_BTHK, v_BTHV, "phi_q_BTHK")
     V = v_BTHV.shape[-1]
     no_decay_BTH = torch.zeros(v_BTHV.shape[:3], device=v_BTHV.device)
     ones_BTHX = F.pad(torch.ones_like(v_BTHV[..., :1]), (0, ONES_DIM - 1))

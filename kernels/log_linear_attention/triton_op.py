@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mixtron.kernels.gated_linear_attention.triton_op import (
     CHUNK_LENGTH,
-    check_triton,
     shape_of,
     to_key_heads,
 )
@@ -31,6 +30,7 @@ from mixtron.kernels.log_linear_attention.triton_forward import (
     write_kernel,
 )
 from mixtron.kernels.log_linear_attention.triton_plan import TreePlan, tree_plan
+from mixtron.kernels.triton_tools import check_takes
 
 SMALL_BITS = CHUNK_LENGTH.bit_length() - 1
 """Nodes of these bits are smaller than a chunk."""
@@ -71,7 +71,7 @@ def log_linear_attention_triton(
     Raises:
         ValueError: a dtype, device or width that it cannot take.
     """
-    check_triton(q_BTHK, v_BTJV)
+    check_takes(q_BTHK, v_BTJV, "q_BTHK")
     if scale is None:
         scale = 1 / math.sqrt(q_BTHK.shape[-1])
     lengths = tuple(lengths or [q_BTHK.shape[1]])

@@ -22,9 +22,8 @@ from mixtron.kernels.path_attention.triton_plan import (
     large,
     launch_plan,
 )
-from mixtron.kernels.triton_tools import INTERPRETED, product_dtype
+from mixtron.kernels.triton_tools import INTERPRETED, check_takes, product_dtype
 
-HEAD_DIMS = (64, 128)
 WORKSPACE_BYTES = 2**29
 """Of what is in memory at once beyond inputs and results; heads are taken in pieces that fit."""
 LOG2_E = 1.4426950408889634
@@ -52,22 +51,15 @@ def path_attention_triton(
         ValueError: what it cannot take.
     """
     del past_v, past_gate
-    K, V = q.shape[-1], v.shape[-1]
     if past_k is not None:
         raise ValueError("past is given: the triton form takes none")
-    if not INTERPRETED:
-        if q.device.type != "cuda" or q.dtype != torch.bfloat16:
-            raise ValueError(
-                f"q_BTHK is {q.dtype} on {q.device}: the triton form takes bf16 on a GPU"
-            )
-        if K not in HEAD_DIMS or V not in HEAD_DIMS:
-            raise ValueError(f"K={K}, V={V}: the triton form takes 64 or 128 for each")
-        if w is not None and not large(q.device):
-            raise ValueError(
-                f"w_BTGK is given: the triton form takes maps on a GPU with {SHARED_MEMORY_BYTES} "
-                f"bytes of shared memory a block (H100, H200), not on a "
-                f"{torch.cuda.get_device_name(q.device)}"
-            )
+    check_takes(q, v, "q_BTHK")
+    if w is not None and not INTERPRETED and not large(q.device):
+        raise ValueError(
+            f"w_BTGK is given: the triton form takes maps on a GPU with {SHARED_MEMORY_BYTES} "
+            f"bytes of shared memory a block (H100, H200), not on a "
+            f"{torch.cuda.get_device_name(q.device)}"
+        )
     w, beta, log_forget = (None if x is None else x.float() for x in (w, beta, log_forget))
     options = scale, cu_seqlens, max_seqlen
     return _Attention.apply(q, k, v, w, beta, log_forget, *options)  # type: ignore[return-value]

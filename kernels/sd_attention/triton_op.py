@@ -11,10 +11,9 @@ from torch import Tensor
 
 from mixtron.kernels.sd_attention.triton_backward import delta_kernel, gradient_kernel
 from mixtron.kernels.sd_attention.triton_forward import forward_kernel
-from mixtron.kernels.triton_tools import INTERPRETED, product_dtype
+from mixtron.kernels.triton_tools import check_takes, product_dtype
 from mixtron.kernels.windowed_attention.permutation import document_bounds
 
-HEAD_DIMS = (64, 128)
 DELTA_TOKENS = 64
 
 
@@ -43,17 +42,9 @@ LAUNCHES = {
 
 def check(q_THK: Tensor, v_THV: Tensor, scale: float) -> None:
     """Raises ValueError for what the kernels cannot take."""
-    K, V = q_THK.shape[-1], v_THV.shape[-1]
     if scale <= 0:
         raise ValueError(f"scale is {scale}: the triton form takes a positive one")
-    if INTERPRETED:
-        return
-    if q_THK.device.type != "cuda" or q_THK.dtype != torch.bfloat16:
-        raise ValueError(
-            f"q_THK is {q_THK.dtype} on {q_THK.device}: the triton form takes bf16 on a GPU"
-        )
-    if K not in HEAD_DIMS or V not in HEAD_DIMS:
-        raise ValueError(f"K={K}, V={V}: the triton form takes 64 or 128 for each")
+    check_takes(q_THK, v_THV, "q_THK")
 
 
 class TritonSDAttention(torch.autograd.Function):

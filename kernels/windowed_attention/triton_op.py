@@ -8,15 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mixtron.kernels.triton_tools import INTERPRETED, product_dtype
+from mixtron.kernels.triton_tools import check_takes, product_dtype
 from mixtron.kernels.windowed_attention.plan import TileLists, WindowPlan
 from mixtron.kernels.windowed_attention.triton_backward import (
     key_gradients_kernel,
     query_gradient_kernel,
 )
 from mixtron.kernels.windowed_attention.triton_forward import forward_kernel
-
-HEAD_DIMS = (64, 128)
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,9 @@ LAUNCHES = {
 
 def check(q_THK: Tensor, v_SGV: Tensor, scale: float) -> None:
     """Raises ValueError for what the kernels cannot take."""
-    K, V = q_THK.shape[-1], v_SGV.shape[-1]
     if scale <= 0:
         raise ValueError(f"scale is {scale}: the triton form takes a positive one")
-    if INTERPRETED:
-        return
-    if q_THK.device.type != "cuda" or q_THK.dtype != torch.bfloat16:
-        raise ValueError(
-            f"q_THK is {q_THK.dtype} on {q_THK.device}: the triton form takes bf16 on a GPU"
-        )
-    if K not in HEAD_DIMS or V not in HEAD_DIMS:
-        raise ValueError(f"K={K}, V={V}: the triton form takes 64 or 128 for each")
+    check_takes(q_THK, v_SGV, "q_THK")
 
 
 class TritonAttention(torch.autograd.Function):
