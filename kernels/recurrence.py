@@ -62,6 +62,18 @@ def check_documents(cu_seqlens: Tensor, q_BTHK: Tensor, tokens: int | None = Non
             raise ValueError(f"cu_seqlens is {offsets}, expected to rise from 0 to {T}")
 
 
+def check_rows(rows: int, cu_seqlens: Tensor | None, tokens: int) -> None:
+    """Raises ValueError unless so many parts of equal length begin a document each; where documents
+    begin is read on the CPU alone."""
+    if rows < 1 or tokens % rows or cu_seqlens is None:
+        raise ValueError(
+            f"rows is {rows}, expected a divisor of T = {tokens}, and cu_seqlens beside it"
+        )
+    starts = range(0, tokens, tokens // rows)
+    if cu_seqlens.device.type == "cpu" and not set(cu_seqlens.tolist()).issuperset(starts):
+        raise ValueError(f"rows is {rows}: no document of {cu_seqlens.tolist()} begins at each row")
+
+
 def document_starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """[T] bool: tokens that start a document, but for token 0, which may continue one."""
     starts = torch.zeros(tokens + 1, dtype=torch.bool, device=cu_seqlens.device)

@@ -8,7 +8,7 @@ from mixtron.kernels.delta_rule.chunk import delta_rule_chunk
 from mixtron.kernels.delta_rule.decode import StepSize
 from mixtron.kernels.delta_rule.reference import delta_rule_reference
 from mixtron.kernels.delta_rule.triton_op import delta_rule_triton
-from mixtron.kernels.recurrence import check_documents, check_gate, check_inputs
+from mixtron.kernels.recurrence import check_documents, check_gate, check_inputs, check_rows
 
 Backend = Literal["chunk", "triton", "reference"]
 BACKENDS = {
@@ -77,8 +77,8 @@ def delta_rule(
         check_gate("initial_state_BJKV", initial_state_BJKV, [(B, J, K, V)], q_BTHK)
     if cu_seqlens is not None:
         check_documents(cu_seqlens, q_BTHK)
-    if rows < 1 or T % rows or (rows > 1 and cu_seqlens is None):
-        raise ValueError(f"rows is {rows}: cu_seqlens must be given and {T} tokens divisible")
+    if rows != 1:
+        check_rows(rows, cu_seqlens, T)
     for name, value, known in (
         ("step_size", step_size, get_args(StepSize)),
         ("backend", backend, tuple(BACKENDS)),

@@ -46,7 +46,7 @@ def launch_plan() -> Plan:
         prepare_warps=4,
         scan=Launch(block_v=64, warps=4, stages=1),
         reverse=Launch(block_v=64, warps=4, stages=3),
-        gradient=Launch(block_v=64, warps=8, stages=1),
+        gradient=Launch(block_v=128, warps=8, stages=1),
     )
 
 

@@ -320,6 +320,12 @@ def test_decode_continues_the_chunked_prefill(step_size, prefill):
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, r"cu_seqlens is torch.float32"),
         ({"step_size": "kaczmars"}, r"step_size is 'kaczmars', expected one of kaczmarz, learned"),
         ({"backend": "cuda"}, r"backend is 'cuda', expected one of chunk, triton, reference"),
+        ({"rows": 2}, r"rows is 2, expected a divisor of T = 5"),
+        ({"rows": 5}, r"rows is 5, expected .* and cu_seqlens beside it"),
+        (
+            {"rows": 5, "cu_seqlens": torch.tensor([0, 1, 5])},
+            r"rows is 5: no document of \[0, 1, 5\] begins at each row",
+        ),
         ({"backend": "triton"}, r"q_BTHK is torch.float32 on cpu: the triton form takes bf16 on"),
     ],
 )

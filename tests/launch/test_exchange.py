@@ -8,8 +8,6 @@ import torch
 
 from tests.helpers.ranks import run_on_ranks
 
-transformers = pytest.importorskip("transformers", reason="the extra `eval` is not installed")
-
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -8,8 +8,6 @@ import torch
 
 from tests.helpers.ranks import run_on_ranks
 
-pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
-
 QUESTIONS = [
     {"question": "The people of the", "choices": [" States", " moon"], "answer": 0},
     {"question": "I have the honor", "choices": [" to", " of a very long answer"], "answer": 1},
