@@ -2,6 +2,8 @@
 
 python -m mixtron.kernels.windowed_attention.bench            the table of README.md
 python -m mixtron.kernels.windowed_attention.bench --sweep    tile sizes, warps and stages
+python -m mixtron.kernels.windowed_attention.bench --curve    forward over T
+python -m mixtron.kernels.windowed_attention.bench --decode   one token
 """
 
 # Arguments are passed on as lists.
@@ -24,10 +26,12 @@ from mixtron.kernels.measure import forward_and_backward, table, time_ms, versio
 from mixtron.kernels.windowed_attention import (
     WindowPlan,
     document_permutation,
+    document_permutations,
     plan_windows,
     triton_op,
     window_reach,
     windowed_attention,
+    windowed_attention_step,
 )
 
 SWEEP = (
@@ -43,6 +47,8 @@ SWEEP = (
 )
 """Slots in a tile of queries and of keys, warps, stages."""
 COMPILERS = 12
+LAYERS = 24
+"""Whose permutations are drawn together, as in a model's step."""
 
 
 @dataclass(frozen=True)
@@ -152,12 +158,12 @@ def compare(shape: Shape) -> list[list]:
     sa_ms, swa_ms = found[0][3], found[1][3]
     found = [[*row, row[3] / sa_ms, row[3] / swa_ms] for row in found]
     drawn, _, cu = orders(shape)
-    options = {"seed": 0, "step": 0, "layer": 1, "backend": "triton"}
-    permutation_ms = time_ms(lambda: document_permutation(cu, len(drawn), **options))
+    options = {"seed": 0, "step": 0, "layers": range(1, LAYERS + 1), "backend": "triton"}
+    permutation_ms = time_ms(lambda: document_permutations(cu, len(drawn), **options)) / LAYERS
     plan_ms = time_ms(
         lambda: plan_windows(drawn, cu, window=shape.window, window_side="two", backend="triton")
     )
-    found.append([str(shape), "the permutation", permutation_ms])
+    found.append([str(shape), f"the permutation, one of {LAYERS} together", permutation_ms])
     found.append([str(shape), "its tiles and their lists", plan_ms])
     return found
 
@@ -179,6 +185,24 @@ def curve() -> list[list]:
         ours_ms = time_ms(partial(windowed_attention, *rows, plan, backend="triton"))
         full_ms = time_ms(full, warm_up=1, repeats=3)
         found.append([shape.B, T, ours_ms, full_ms, full_ms / ours_ms])
+    return found
+
+
+def decode() -> list[list]:
+    """One token of B sequences whose caches hold 32,768 tokens, over a window of 1,024."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    found = []
+    for B in (1, 32, 256):
+        S, W, H, K = 32_768, 1024, 8, 64
+        sizes = ((B, H, K), (B, S, H, K), (B, S, H, K))
+        tensors = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+        row_BW = torch.randint(0, S, (B, W), generator=generator, device="cuda")
+        attended_BW = row_BW >= S // 2
+        ms = [
+            time_ms(partial(windowed_attention_step, *tensors, row_BW, attended_BW, backend=form))
+            for form in ("triton", "tiled")
+        ]
+        found.append([B, *ms, ms[1] / ms[0]])
     return found
 
 
@@ -224,6 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--curve", action="store_true")
+    parser.add_argument("--decode", action="store_true")
     wanted = parser.parse_args()
     print(versions())
     if wanted.sweep:
@@ -244,6 +269,9 @@ def main() -> None:
     if wanted.curve:
         heads = ("sequences", "T", "SA ms", "SDPA FlashAttention-2 ms", "ratio")
         print(table(heads, curve()))
+        return
+    if wanted.decode:
+        print(table(("sequences", "triton ms", "torch ms", "ratio"), decode()))
         return
     heads = ("B, T, H, K, window", "form", "forward ms", "forward + backward ms", "extra MiB")
     heads += ("over our SA", "over our SWA")

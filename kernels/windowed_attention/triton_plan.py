@@ -18,29 +18,29 @@ NOTHING = tl.constexpr(2**31 - 1)
 """Of plan.py."""
 
 
-def random_keys(start_T: Tensor, end_T: Tensor, seed: int, step: int, layer: int) -> Tensor:
-    """[T] int64: two words of Philox-4x32-10 for each token, as permutation.py has them."""
+def random_keys(start_T: Tensor, end_T: Tensor, seed: int, step: int, layers: range) -> Tensor:
+    """[L, T] int64: two words of Philox-4x32-10 for each token, as permutation.py has them."""
     if not (start_T.is_cuda or INTERPRETED):
         raise ValueError(f"cu_seqlens is on {start_T.device}: backend='triton' plans on a GPU")
     T = len(start_T)
-    key_T = torch.empty_like(start_T)
-    words = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, step, layer]
+    key_LT = start_T.new_empty(len(layers), T)
+    words = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, step, layers.start]
     # As signed 32-bit numbers, so that a large one is not another type.
     words = [word - (1 << 32) if word >= 1 << 31 else word for word in words]
-    _keys_kernel[(triton.cdiv(T, KEYS),)](start_T, end_T, key_T, *words, T, C=KEYS)
-    return key_T
+    _keys_kernel[(triton.cdiv(T, KEYS), len(layers))](start_T, end_T, key_LT, *words, T, C=KEYS)
+    return key_LT
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "step", "layer", "T"])
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "step", "first_layer", "T"])
 def _keys_kernel(
-    start_T, end_T, key_T, seed_low, seed_high, step, layer, T, C: tl.constexpr
+    start_T, end_T, key_LT, seed_low, seed_high, step, first_layer, T, C: tl.constexpr
 ):  # fmt: skip
     t_C = tl.program_id(0) * C + tl.arange(0, C)
     start_C = tl.load(start_T + t_C, t_C < T, 0)
     c0 = (t_C - start_C).to(tl.uint32)
     c1 = (tl.load(end_T + t_C, t_C < T, 0) - start_C).to(tl.uint32)
     c2 = tl.zeros([C], tl.uint32) + step.to(tl.uint32)
-    c3 = tl.zeros([C], tl.uint32) + layer.to(tl.uint32)
+    c3 = tl.zeros([C], tl.uint32) + (first_layer + tl.program_id(1)).to(tl.uint32)
     k0, k1 = seed_low.to(tl.uint32).to(tl.uint64), seed_high.to(tl.uint32).to(tl.uint64)
     for _ in tl.static_range(10):
         p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
@@ -49,6 +49,7 @@ def _keys_kernel(
         c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
         k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
     key_C = (c1.to(tl.uint64) << 32) | c0.to(tl.uint64)
+    key_T = key_LT + tl.program_id(1).to(tl.int64) * T
     tl.store(key_T + t_C, key_C.to(tl.int64, bitcast=True), t_C < T)
 
 

@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from mixtron.kernels.sd_attention import sd_attention, sd_attention_reference
+from mixtron.kernels.sd_attention import (
+    sd_attention,
+    sd_attention_reference,
+    sd_attention_step,
+)
 from tests.kernels.test_gpu import compare, run
 from tests.kernels.test_gpu_windowed_attention import LENGTHS, poison
 
@@ -36,4 +40,24 @@ def test_sd_attention_triton(lengths, widths):
         found,
         run(reference, inputs, torch.float64, "cpu", ("d",)),
         run(reference, inputs, torch.bfloat16, "cpu", ("d",)),
+    )
+
+
+def test_decode_step():
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, 8, 64), (3, 8, 64), (3, 8), (3, 500, 8, 128), (3, 500, 8, 64))
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    inputs[2] = inputs[2].exp()
+    age_BS = torch.tensor([[499], [250], [0]]) - torch.arange(500)
+
+    def step(backend, dtype, device):
+        q, k, d, keys, values = (x.bfloat16().to(device, dtype) for x in inputs)
+        options = {"scale": 0.125, "backend": backend}
+        o = sd_attention_step(q, k, d, keys, values, age_BS.to(device), **options)
+        return {"output": o}
+
+    compare(
+        step("triton", torch.bfloat16, "cuda"),
+        step("blockwise", torch.float64, "cpu"),
+        step("blockwise", torch.bfloat16, "cpu"),
     )

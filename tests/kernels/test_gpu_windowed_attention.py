@@ -9,6 +9,7 @@ from mixtron.kernels.windowed_attention import (
     plan_windows,
     windowed_attention,
     windowed_attention_reference,
+    windowed_attention_step,
 )
 from tests.kernels.test_gpu import compare, run
 
@@ -114,6 +115,53 @@ def test_gated_sum(width):
         run(fused, inputs, torch.bfloat16, "cuda"),
         run(plain, inputs, torch.float64, "cpu"),
         run(plain, inputs, torch.bfloat16, "cpu"),
+    )
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_decode_step(kv_heads):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (3, 8, 64), "k": (3, 500, kv_heads, 64), "v": (3, 500, kv_heads, 64)}
+    inputs = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).bfloat16()
+        for name, shape in shapes.items()
+    }
+    row_BW = torch.randint(-9, 509, (3, 700), generator=generator)
+    attended_BW = (row_BW >= 0) & (row_BW < 500) & (torch.rand(3, 700, generator=generator) < 0.5)
+
+    def step(backend, dtype, device):
+        tensors = (x.to(device, dtype) for x in inputs.values())
+        where = row_BW.to(device), attended_BW.to(device)
+        return {"output": windowed_attention_step(*tensors, *where, backend=backend)}
+
+    compare(
+        step("triton", torch.bfloat16, "cuda"),
+        step("tiled", torch.float64, "cpu"),
+        step("tiled", torch.bfloat16, "cpu"),
+    )
+
+
+@pytest.mark.parametrize(("width", "window", "side"), [(64, 256, "two"), (128, 1024, "one")])
+def test_many_tiles(width, window, side):
+    """Against the tiled form in fp64, and its own error in bf16."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [4097, 1500, 3]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    order_T = document_permutation(cu, sum(lengths), seed=0, step=1, layer=1)
+    plan = plan_windows(order_T.cuda(), cu.cuda(), window=window, window_side=side)
+    inputs = {
+        name: torch.randn(sum(lengths), 2, width, generator=generator, dtype=torch.float64)
+        for name in "qkv"
+    }
+    inputs = {name: x.bfloat16() for name, x in inputs.items()}
+
+    def form(backend):
+        return lambda q, k, v: windowed_attention(q, k, v, plan, backend=backend)
+
+    compare(
+        run(form("triton"), inputs, torch.bfloat16, "cuda"),
+        {k: x.cpu() for k, x in run(form("tiled"), inputs, torch.float64, "cuda").items()},
+        run(form("tiled"), inputs, torch.bfloat16, "cuda"),
     )
 
 

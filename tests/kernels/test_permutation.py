@@ -9,6 +9,7 @@ import torch
 from mixtron.kernels.windowed_attention import (
     attended_pairs,
     document_permutation,
+    document_permutations,
     permutation_hash,
 )
 from mixtron.kernels.windowed_attention.coverage import (
@@ -85,6 +86,13 @@ def test_depends_on_nothing_but_seed_step_layer_and_length():
     torch.manual_seed(77)
     assert torch.equal(torch.rand(3), after), "a draw moves the generator"
     torch.set_rng_state(state)
+
+
+def test_layers_drawn_together_are_those_drawn_alone():
+    cu_seqlens, options = torch.tensor([0, 7, 57, 60, 60]), {"seed": 3, "step": 9}
+    together_LT = document_permutations(cu_seqlens, 60, layers=range(4, 9), **options)
+    alone = [document_permutation(cu_seqlens, 60, layer=n, **options) for n in range(4, 9)]
+    assert torch.equal(together_LT, torch.stack(alone))
 
 
 def test_each_argument_changes_it():

@@ -44,7 +44,7 @@ for lengths, kv_heads, window, side, plain, tiles in [
 """
 PLANS = """
 import torch
-from mixtron.kernels.windowed_attention import document_permutation, plan_windows
+from mixtron.kernels.windowed_attention import document_permutations, plan_windows
 from tests.kernels import test_windowed_attention as common
 
 def parts(order_T, offsets, **options):
@@ -66,9 +66,10 @@ for lengths, options in [
 ]:
     order_T, offsets = common.draw(lengths), common.offsets(lengths)
     draws = [
-        document_permutation(
-            offsets, sum(lengths), seed=2**63 - 1, step=2**31 + 5, layer=7, backend=backend
+        document_permutations(
+            offsets, sum(lengths), seed=2**63 - 1, step=2**31 + 5, layers=layers, backend=backend
         )
+        for layers in [range(7, 9)]
         for backend in ("triton", "tiled")
     ]
     assert torch.equal(*draws)
@@ -77,6 +78,34 @@ for lengths, options in [
     )
     assert all(map(torch.equal, found, expected))
     print("checked", len(found))
+"""
+
+STEP = """
+import torch
+from mixtron.kernels.sd_attention import sd_attention_step
+from mixtron.kernels.windowed_attention import windowed_attention_step
+
+torch.manual_seed(0)
+B, S, W, K, V = 2, 70, 300, 16, 32
+for H, G in ((4, 4), (6, 2)):
+    q_BHK, room_BSGK = torch.randn(B, H, K), torch.randn(B, S + 9, G, K)
+    cached = room_BSGK[:, :S], torch.randn(B, S, G, V)
+    row_BW, attended_BW = torch.randint(-5, S + 5, (B, W)), torch.rand(B, W) < 0.2
+    attended_BW &= (row_BW >= 0) & (row_BW < S)
+    found, expected = (
+        windowed_attention_step(q_BHK, *cached, row_BW, attended_BW, backend=backend)
+        for backend in ("triton", "tiled")
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+q_BHK, k_BHK, d_BH = torch.randn(B, 3, K), torch.randn(B, 3, K), torch.rand(B, 3)
+cached = torch.randn(B, S, 3, 2 * K), torch.randn(B, S, 3, V)
+age_BS = torch.tensor([[S - 1], [17]]) - torch.arange(S)
+found, expected = (
+    sd_attention_step(q_BHK, k_BHK, d_BH, *cached, age_BS, scale=0.25, backend=backend)
+    for backend in ("triton", "blockwise")
+)
+torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+print("checked steps")
 """
 
 GATES = """
@@ -124,5 +153,5 @@ def test_interpreted_plans_are_those_of_torch():
     assert run_interpreted(PLANS) == ["checked 16"] * 3
 
 
-def test_interpreted_gates_are_those_of_torch():
-    assert run_interpreted(GATES) == ["checked 1", "checked 16"]
+def test_interpreted_gates_and_decode_steps_are_those_of_torch():
+    assert run_interpreted(GATES + STEP) == ["checked 1", "checked 16", "checked steps"]

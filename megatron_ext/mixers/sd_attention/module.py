@@ -101,6 +101,6 @@ class Mixer(ShardedModule):
         k_BSHE = cache.append(self.layer_number, "key", k_BHE)
         v_BSHK = cache.append(self.layer_number, "value", v_BHK)
         age_BS = cache.lengths[:, None] - torch.arange(k_BSHE.shape[1], device=q_BHK.device)
-        scale = self.mixer.head_dim**-0.5
-        o_BHK = sd_attention_step(q_BHK, k_BHK, d_BH, k_BSHE, v_BSHK, age_BS, scale=scale)
+        options = {"scale": self.mixer.head_dim**-0.5, "backend": self.mixer.kernel}
+        o_BHK = sd_attention_step(q_BHK, k_BHK, d_BH, k_BSHE, v_BSHK, age_BS, **options)
         return o_BHK.flatten(1)[:, None]

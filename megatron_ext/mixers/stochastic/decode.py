@@ -10,7 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixtron.kernels.windowed_attention import WindowPlan, document_permutation, plan_windows
+from mixtron.kernels.windowed_attention import (
+    WindowPlan,
+    document_permutation,
+    plan_windows,
+    windowed_attention_step,
+)
 from mixtron.megatron_ext.batch import EVALUATION_STEP, Batch
 from mixtron.megatron_ext.cache import Cache
 from mixtron.megatron_ext.errors import ConfigError
@@ -62,7 +67,9 @@ class Decoding:
         self._check_room(k_BSGK.shape[1])
         attended = {"sa": self._random_window(cache), "swa": self._plain_window(cache)}
         return {
-            path: _attend(q_BHK, k_BSGK, v_BSGK, *attended[path])
+            path: windowed_attention_step(
+                q_BHK, k_BSGK, v_BSGK, *attended[path], backend=self.mixer.kernel
+            )
             for path in self.mixer.path_names()
         }
 
@@ -115,25 +122,10 @@ class Decoding:
         layer["value"][sequence_B, cache.lengths % window] = v_BGK
         age_BW = (cache.lengths[:, None] - row_W) % window
         written_BW = age_BW <= cache.lengths[:, None]
-        return _attend(q_BHK, layer["key"], layer["value"], row_W.expand_as(age_BW), written_BW)
-
-
-def _attend(
-    q_BHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, row_BW: Tensor, attended_BW: Tensor
-) -> Tensor:
-    """[B, H, K]: over the W rows of each sequence that are attended."""
-    sequence_B1 = torch.arange(len(q_BHK), device=q_BHK.device)[:, None]
-    row_BW = row_BW.clamp(0, k_BSGK.shape[1] - 1)
-    k_BGWK, v_BGWK = (x[sequence_B1, row_BW].transpose(1, 2) for x in (k_BSGK, v_BSGK))
-    o_BH1K = F.scaled_dot_product_attention(
-        q_BHK[:, :, None],
-        k_BGWK,
-        v_BGWK,
-        attn_mask=attended_BW[:, None, None],
-        scale=q_BHK.shape[-1] ** -0.5,
-        enable_gqa=True,
-    )
-    return o_BH1K[:, :, 0]
+        cached = layer["key"], layer["value"]
+        return windowed_attention_step(
+            q_BHK, *cached, row_W.expand_as(age_BW), written_BW, backend=self.mixer.kernel
+        )
 
 
 def _cache(batch: Batch) -> Cache:

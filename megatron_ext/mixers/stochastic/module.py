@@ -10,7 +10,7 @@ from torch import Tensor
 from mixtron.kernels.softmax_attention import apply_rope
 from mixtron.kernels.windowed_attention import (
     WindowPlan,
-    document_permutation,
+    document_permutations,
     gated_sum,
     permutation_hash,
     plan_windows,
@@ -24,6 +24,8 @@ from mixtron.megatron_ext.parameters import constant, replicated
 from mixtron.megatron_ext.token_exchange import exchange_tokens, slot_pieces, with_rows_before
 
 PROBE_TOKENS = 64
+ORDERS_AT_ONCE = 2**20
+"""Tokens, over layers: sorting that many takes a GPU about as long as one layer's."""
 
 
 class Mixer(ShardedModule):
@@ -113,21 +115,27 @@ class Mixer(ShardedModule):
         order_T = self._permutation(batch, batch.cu_seqlens, tokens)
         if self.on_draw is not None:
             one = torch.tensor([0, PROBE_TOKENS], device=order_T.device)
-            probe = self._permutation(batch, one, PROBE_TOKENS)
+            own = range(self.layer_number, self.layer_number + 1)
+            probe = document_permutations(one, PROBE_TOKENS, layers=own, **self._draw(batch))[0]
             hashes_2 = torch.stack([permutation_hash(order_T), permutation_hash(probe)])
             self.on_draw(self.layer_number, hashes_2)
         return order_T
 
     def _permutation(self, batch: Batch, cu_seqlens: Tensor, tokens: int) -> Tensor:
-        step = batch.step if self.mixer.resample == "step" else EVALUATION_STEP
-        return document_permutation(
-            cu_seqlens,
-            tokens,
-            seed=self.mixer.seed,
-            step=step,
-            layer=self.layer_number,
-            backend=self.mixer.kernel,
+        """[T] int64. Drawn with those of the layers beside it, which may be other mixers'."""
+        count = max(1, ORDERS_AT_ONCE // tokens)
+        first = (self.layer_number - 1) // count * count + 1
+        layers = range(first, min(first + count, self.config.num_layers + 1))
+        options = self._draw(batch)
+        orders_LT = batch.once(
+            ("orders", cu_seqlens.device, layers, *options.values()),
+            lambda: document_permutations(cu_seqlens, tokens, layers=layers, **options),
         )
+        return orders_LT[self.layer_number - first]
+
+    def _draw(self, batch: Batch) -> dict:
+        step = batch.step if self.mixer.resample == "step" else EVALUATION_STEP
+        return {"seed": self.mixer.seed, "step": step, "backend": self.mixer.kernel}
 
     def _attend_random(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, batch: Batch) -> Tensor:
         mixer = self.mixer
