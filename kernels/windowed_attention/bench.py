@@ -76,12 +76,12 @@ def random_rows(shape: Shape, count: int) -> list[Tensor]:
     ]
 
 
-def orders(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+def orders(shape: Shape) -> tuple[Tensor, range, Tensor]:
     """A permutation inside each of B sequences, the plain order, and cu_seqlens."""
     tokens = shape.B * shape.T
     cu = torch.arange(0, tokens + 1, shape.T, dtype=torch.int32, device="cuda")
     drawn = document_permutation(cu, tokens, seed=0, step=0, layer=1)
-    return drawn, torch.arange(tokens, device="cuda"), cu
+    return drawn, range(tokens), cu
 
 
 def plans(shape: Shape, **tiles: int) -> dict[str, WindowPlan]:

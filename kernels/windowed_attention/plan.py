@@ -79,10 +79,12 @@ class WindowPlan:
     keys: Tiles
     keys_of_queries: TileLists
     queries_of_keys: TileLists
+    plain: bool
+    """Each row is its slot of the piece: kernels read rows where they follow one another."""
 
 
 def plan_windows(
-    order_T: Tensor,
+    order_T: Tensor | range,
     cu_seqlens: Tensor,
     *,
     window: int,
@@ -100,6 +102,7 @@ def plan_windows(
 
     Args:
         order_T      [T] int64: the token at each slot; a permutation inside each document.
+                     range(T): the plain order, whose pieces' rows are their slots in turn.
         cu_seqlens   [N+1] int32 or int64: where documents start, ending with T, maybe repeated.
         window       slots a token sees, its own included; fewer at a document's ends.
         window_side  two: window // 2 before and (window - 1) // 2 after its own; one: all before.
@@ -112,6 +115,9 @@ def plan_windows(
     Raises:
         ValueError: a window below 1, an unknown side, or an order that is not [T] int64.
     """
+    plain = isinstance(order_T, range)
+    if isinstance(order_T, range):
+        order_T = torch.arange(len(order_T), device=cu_seqlens.device)
     if order_T.dim() != 1 or order_T.dtype != torch.int64:
         raise ValueError(f"order_T is {order_T.dtype} {list(order_T.shape)}, expected int64 [T]")
     slots = len(order_T)
@@ -122,6 +128,8 @@ def plan_windows(
 
     def tiles(piece: range | None, row_S: Tensor | None, tile: int) -> Tiles:
         piece = range(slots) if piece is None else piece
+        if plain:
+            row_S = torch.arange(len(piece), device=cu_seqlens.device)
         token_S, start_S = (x[piece.start : piece.stop] for x in (order_T, start_T))
         return _tiles(
             row_S,
@@ -145,6 +153,7 @@ def plan_windows(
         keys,
         _tile_lists(queries, keys, before, after, causal=1, backend=backend),
         _tile_lists(keys, queries, after, before, causal=-1, backend=backend),
+        plain,
     )
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from mixtron.kernels.triton_tools import LOG2_E, gather, scatter
-from mixtron.kernels.windowed_attention.triton_forward import attended, window
+from mixtron.kernels.windowed_attention.triton_forward import attended, rows, window
 
 
 @triton.jit(do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots"])
@@ -51,12 +51,13 @@ def query_gradient_kernel(
     S: tl.constexpr,
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     """dq of Q slots of one head, and delta = do . o, which the keys' gradients need too."""
     head = tl.program_id(0) % H
     n = tl.program_id(0) // H
     slot_Q = n * Q + tl.arange(0, Q)
-    row_Q = tl.load(query_row + slot_Q)
+    row_Q = rows(query_row, slot_Q, PLAIN)
     key_K, value_V = tl.arange(0, K), tl.arange(0, V)
     q_QK = gather(q_THK + head * K, row_Q, q_stride, key_K, query_rows, True).to(PRODUCT)
     o_QV = gather(o_THV + head * V, row_Q, H * V, value_V, query_rows, True)
@@ -75,7 +76,7 @@ def query_gradient_kernel(
     for masked in tl.static_range(2):
         for i in tl.range(whole if masked else 0, count if masked else whole, num_stages=STAGES):
             slot_S = tl.load(listed + i) * S + tl.arange(0, S)
-            row_S = tl.load(key_row + slot_S)
+            row_S = rows(key_row, slot_S, PLAIN)
             k_SK = gather(k_head, row_S, k_stride, key_K, key_rows, masked).to(PRODUCT)
             v_SV = gather(v_head, row_S, v_stride, value_V, key_rows, masked).to(PRODUCT)
             logits_QS = tl.dot(q_QK, tl.trans(k_SK))
@@ -130,12 +131,13 @@ def key_gradients_kernel(
     S: tl.constexpr,
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     """dk and dv of S slots of one key/value head, over the heads that share it."""
     group = tl.program_id(0) % G
     n = tl.program_id(0) // G
     slot_S = n * S + tl.arange(0, S)
-    row_S = tl.load(key_row + slot_S)
+    row_S = rows(key_row, slot_S, PLAIN)
     key_K, value_V = tl.arange(0, K), tl.arange(0, V)
     k_SK = gather(k_SGK + group * K, row_S, k_stride, key_K, key_rows, True).to(PRODUCT)
     v_SV = gather(v_SGV + group * V, row_S, v_stride, value_V, key_rows, True).to(PRODUCT)
@@ -154,7 +156,7 @@ def key_gradients_kernel(
                 whole if masked else 0, count if masked else whole, num_stages=STAGES
             ):
                 slot_Q = tl.load(listed + i) * Q + tl.arange(0, Q)
-                row_Q = tl.load(query_row + slot_Q)
+                row_Q = rows(query_row, slot_Q, PLAIN)
                 q_QK = gather(q_head, row_Q, q_stride, key_K, query_rows, masked).to(PRODUCT)
                 do_QV = gather(do_head, row_Q, H * V, value_V, query_rows, masked).to(PRODUCT)
                 logits_SQ = tl.dot(k_SK, tl.trans(q_QK))

@@ -48,12 +48,13 @@ def forward_kernel(
     S: tl.constexpr,
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     """o and the log-sum-exp of Q slots of one head; S keys at a time."""
     head = tl.program_id(0) % H
     n = tl.program_id(0) // H
     slot_Q = n * Q + tl.arange(0, Q)
-    row_Q = tl.load(query_row + slot_Q)
+    row_Q = rows(query_row, slot_Q, PLAIN)
     key_K, value_V = tl.arange(0, K), tl.arange(0, V)
     q_QK = gather(q_THK + head * K, row_Q, q_stride, key_K, query_rows, True).to(PRODUCT)
     first_Q, token_Q, back_Q = window(query_slot, query_token, query_start, slot_Q, before)
@@ -67,7 +68,7 @@ def forward_kernel(
     for masked in tl.static_range(2):
         for i in tl.range(whole if masked else 0, count if masked else whole, num_stages=STAGES):
             slot_S = tl.load(listed + i) * S + tl.arange(0, S)
-            row_S = tl.load(key_row + slot_S)
+            row_S = rows(key_row, slot_S, PLAIN)
             k_SK = gather(k_head, row_S, k_stride, key_K, key_rows, masked).to(PRODUCT)
             v_SV = gather(v_head, row_S, v_stride, value_V, key_rows, masked).to(PRODUCT)
             logits_QS = tl.dot(q_QK, tl.trans(k_SK))
@@ -92,6 +93,14 @@ def forward_kernel(
     lse_Q = tl.where(nothing_Q, float("inf"), largest_Q * scale2 + tl.log2(sum_Q))
     scatter(o_THV + head * V, row_Q, H * V, value_V, query_rows, o_QV / sum_Q[:, None])
     tl.store(lse_HT + head.to(tl.int64) * slots + slot_Q, lse_Q)
+
+
+@triton.jit
+def rows(row_NC, slot_C, PLAIN: tl.constexpr):
+    """Of slots of a piece."""
+    if PLAIN:
+        return slot_C
+    return tl.load(row_NC + slot_C)
 
 
 @triton.jit

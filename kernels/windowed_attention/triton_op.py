@@ -32,7 +32,7 @@ class Launches:
 
 LAUNCHES = {
     64: Launches(Launch(4, 3), Launch(4, 3), Launch(4, 3)),
-    128: Launches(Launch(4, 3), Launch(4, 2), Launch(4, 2)),
+    128: Launches(Launch(4, 3), Launch(4, 3), Launch(4, 2)),
 }
 """By the wider of K and V; no search at run time, which would let ranks differ."""
 
@@ -202,5 +202,6 @@ def _shapes(q_THK: Tensor, k_SGK: Tensor, v_SGV: Tensor, plan: WindowPlan) -> di
         "V": v_SGV.shape[2],
         "Q": plan.queries.tile,
         "S": plan.keys.tile,
+        "PLAIN": plan.plain,
         "PRODUCT": product_dtype(q_THK.dtype),
     }

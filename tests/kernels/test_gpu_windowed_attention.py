@@ -44,7 +44,11 @@ def test_windowed_attention_triton(width, kv_heads, window, tiles, window_side, 
     options = {"window": window, "window_side": window_side}
     query_tile, key_tile = tiles
     plan = plan_windows(
-        order_T.cuda(), cu.cuda(), query_tile=query_tile, key_tile=key_tile, **options
+        range(tokens) if order == "plain" else order_T.cuda(),
+        cu.cuda(),
+        query_tile=query_tile,
+        key_tile=key_tile,
+        **options,
     )
 
     def reference(q, k, v):

@@ -126,7 +126,7 @@ def test_one_side_of_the_plain_order_is_sliding_window_attention(window):
     def sliding(inputs, lengths, order_T, **options):
         return softmax_attention_reference(*inputs, lengths, scale=SCALE, window=window)
 
-    arguments = (inputs, PACKED, torch.arange(sum(PACKED)))
+    arguments = (inputs, PACKED, range(sum(PACKED)))
     found = tiled(*arguments, window=window, window_side="one")
     torch.testing.assert_close(found, sliding(*arguments), rtol=1e-10, atol=1e-12)
 

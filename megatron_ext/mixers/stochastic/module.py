@@ -190,17 +190,12 @@ def plain_plan(batch: Batch, mixer: Config) -> WindowPlan:
     """Of sliding-window attention over this context rank's tokens; shared by all layers."""
     window, size, rank = mixer.window, batch.context_size, batch.context_rank
     tokens = size * len(batch.position_ids)
-    token_T = torch.arange(tokens, device=batch.cu_seqlens.device)
-    own = slot_pieces(tokens, size, 0, 0)[rank]
-    seen = slot_pieces(tokens, size, window - 1, 0)[rank]
     return plan_windows(
-        token_T,
+        range(tokens),
         batch.cu_seqlens,
         window=window,
         window_side="one",
-        query_slots=own,
-        key_slots=seen,
-        query_row_S=token_T[: len(own)],
-        key_row_S=token_T[: len(seen)],
+        query_slots=slot_pieces(tokens, size, 0, 0)[rank],
+        key_slots=slot_pieces(tokens, size, window - 1, 0)[rank],
         backend=mixer.kernel,
     )
