@@ -116,7 +116,9 @@ class Mixer(ShardedModule):
         if self.on_draw is not None:
             one = torch.tensor([0, PROBE_TOKENS], device=order_T.device)
             own = range(self.layer_number, self.layer_number + 1)
-            probe = document_permutations(one, PROBE_TOKENS, layers=own, **self._draw(batch))[0]
+            probe = document_permutations(one, PROBE_TOKENS, layers=own, **self._draw(batch, one))[
+                0
+            ]
             hashes_2 = torch.stack([permutation_hash(order_T), permutation_hash(probe)])
             self.on_draw(self.layer_number, hashes_2)
         return order_T
@@ -126,16 +128,18 @@ class Mixer(ShardedModule):
         count = max(1, ORDERS_AT_ONCE // tokens)
         first = (self.layer_number - 1) // count * count + 1
         layers = range(first, min(first + count, self.config.num_layers + 1))
-        options = self._draw(batch)
+        options = self._draw(batch, cu_seqlens)
         orders_LT = batch.once(
             ("orders", cu_seqlens.device, layers, *options.values()),
             lambda: document_permutations(cu_seqlens, tokens, layers=layers, **options),
         )
         return orders_LT[self.layer_number - first]
 
-    def _draw(self, batch: Batch) -> dict:
+    def _draw(self, batch: Batch, cu_seqlens: Tensor) -> dict:
+        """Options of a draw; the host, which may need it too, takes torch's form."""
         step = batch.step if self.mixer.resample == "step" else EVALUATION_STEP
-        return {"seed": self.mixer.seed, "step": step, "backend": self.mixer.kernel}
+        backend = self.mixer.kernel if cu_seqlens.is_cuda else "tiled"
+        return {"seed": self.mixer.seed, "step": step, "backend": backend}
 
     def _attend_random(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, batch: Batch) -> Tensor:
         mixer = self.mixer
