@@ -1,15 +1,19 @@
 """Checks and measures on the GPUs of one host what the other tests cannot see on CPUs.
 
-    python -m tests.multi_gpu --out OUT [--parts scaling,context,parity,slower,large,runs]
+    python -m tests.multi_gpu --out OUT [--parts parity,scaling:60,...] [--only PATTERN]
 
+alone: tokens/s and MFU of models on one GPU, what the others are compared with.
 parity: every mixer under every kind of parallelism through NCCL, bf16, against one GPU.
-runs: `mixtron train` stopped by a signal on all GPUs, resumed on half of them; deterministic mode.
-scaling: tokens/s, MFU and bytes sent, of 0.4B models on one GPU and on all of them.
-context: KLA at 32k and 128k tokens over context ranks, by exchange of states and of heads.
-slower: as scaling, with SA+SWA and PaTH. large: as scaling, with models of 1.3B.
+runs: `mixtron train` stopped by a signal and resumed on other numbers of GPUs, beside parity.
+scaling: tokens/s, MFU and bytes sent of the same models on all GPUs.
+context: KLA at 32k and 128k tokens over context ranks, by each exchange.
+deepspeed: ZeRO 2 and 3 against one GPU.
+deterministic: a run stopped and resumed on one GPU is bit-equal to the straight one.
+slower: as alone and scaling, with PaTH.
 
-Ends with a table of all cases and exit code 1 if one failed; results lie in OUT as JSON lines.
-`--device cpu` tries the script out with the debug models on gloo.
+Seconds behind a part: no case of it begins later. Ends with a table of all cases, which is also
+written after each, and exit code 1 if one failed; OUT has results as JSON lines. `--device cpu`
+tries the script out with the debug models on gloo.
 """
 
 import argparse
@@ -18,16 +22,20 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import torch
 
 from tests.helpers.jobs import kill_with_children
-from tests.multi_gpu import runs, tables
-from tests.multi_gpu.cases import CASE_LIMIT_S, Options, Outcome, add, read
+from tests.multi_gpu import references, runs, subjects, tables
+from tests.multi_gpu.cases import CASE_LIMIT_S, Options, Outcome, add, read, wait_until
 
-PARTS = ("scaling", "context", "parity", "slower", "large", "runs")
+RANK_PARTS = ("warm", "alone", "parity", "scaling", "context", "deepspeed", "slower")
+BESIDE = ("runs", "deterministic")
+PARTS = (*RANK_PARTS, *BESIDE)
+NEED_REFERENCES = {"parity", "deepspeed"}
 ATTEMPTS = 4
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -45,13 +53,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.multi_gpu")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2)
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(p for p in PARTS if p != "deterministic"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--limit-s", type=float, default=300, help="no case begins after it")
+    parser.add_argument("--limit-s", type=float, default=600, help="no case begins after it")
     parser.add_argument("--only", default="", help="a pattern in the names of cases")
     arguments = parser.parse_args()
-    parts = arguments.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
+    limits = dict(part.partition(":")[::2] for part in arguments.parts.split(","))
+    if unknown := set(limits) - set(PARTS):
         parser.error(f"--parts: no part {', '.join(sorted(unknown))}; parts: {', '.join(PARTS)}")
     os.environ.update(ENVIRONMENT)
     if arguments.device == "cpu":
@@ -60,20 +68,62 @@ def main() -> int:
         arguments.gpus,
         arguments.device,
         arguments.out.resolve(),
-        tuple(part for part in parts if part != "runs"),
+        tuple(part for part in RANK_PARTS if part in limits),
         arguments.only,
         time.time() + arguments.limit_s,
+        {part: float(seconds) for part, seconds in limits.items() if seconds},
     )
     options.out.mkdir(parents=True, exist_ok=True)
     for path in (options.results, options.under_way):
         path.unlink(missing_ok=True)
+    beside = [
+        *([in_background(options, "references", refer)] if NEED_REFERENCES & set(limits) else []),
+        *([in_background(options, "runs", run_beside)] if "runs" in limits else []),
+    ]
     if options.parts:
         run_ranks(options)
-    if "runs" in parts:
-        runs.run_all(options)
+    for thread in beside:
+        thread.join()
+    if "deterministic" in limits:
+        runs.run(options, runs.DETERMINISTIC)
     outcomes = read(options.results)
-    print(tables.report(outcomes))
+    report = tables.report(outcomes)
+    (options.out / "report.txt").write_text(report + "\n")
+    print(report)
     return int(not outcomes or any(not outcome.passed for outcome in outcomes))
+
+
+def in_background(options: Options, name: str, work) -> threading.Thread:
+    """Marks the GPUs as busy until the work is done."""
+    options.busy(name).touch()
+
+    def run() -> None:
+        try:
+            work(options)
+        finally:
+            options.busy(name).unlink()
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    return thread
+
+
+def refer(options: Options) -> None:
+    names = list(subjects.subjects(options))
+    references.finish(references.start(options, names), references.LIMIT_S)
+
+
+def run_beside(options: Options) -> None:
+    """While ranks check and time nothing."""
+
+    def is_their_turn() -> bool:
+        return not {"warm", "alone"} & set(options.parts) or under_way(options)[0] not in (
+            "warm",
+            "alone",
+        )
+
+    wait_until(is_their_turn, limit_s=options.until_s - time.time())
+    runs.run(options, runs.RESUMED)
 
 
 def run_ranks(options: Options) -> None:

@@ -86,7 +86,7 @@ def _sample(generator: np.random.Generator, config: RunConfig) -> Sample:
     return Sample(tokens, np.array([0]), np.ones(length, dtype=bool))
 
 
-def measure(bench: Bench, steps: int = 5, limit_s: float = 6.0) -> dict[str, float]:
+def measure(bench: Bench, steps: int = 4, limit_s: float = 3.0) -> dict[str, float]:
     """The median of `steps` steps (fewer when they outlast the limit) after two to warm up.
 
     Returns:

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import importlib
 import json
+import math
 import os
 import pickle
 import re
@@ -25,10 +26,23 @@ from megatron.core import parallel_state
 
 from mixtron.launch.train import quiet_libraries
 from mixtron.megatron_ext.parallel import init_distributed
-from tests.multi_gpu.cases import CASE_LIMIT_S, Case, Differs, Options, Outcome, add, read
+from tests.multi_gpu import tables
+from tests.multi_gpu.cases import (
+    CASE_LIMIT_S,
+    Case,
+    Differs,
+    Options,
+    Outcome,
+    add,
+    read,
+    wait_until,
+)
 
 GRACE_S = 20
 """How long the other ranks of a failed case may take to fail as well."""
+QUIET_BEFORE = {"alone": "references", "scaling": "runs"}
+"""What must have ended before a part that measures."""
+QUIET_LIMIT_S = 60
 
 
 class World:
@@ -37,7 +51,7 @@ class World:
     def __init__(self):
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+        self.store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=120))
         self.alone: bool | None = None
         self.count = 0
 
@@ -82,11 +96,18 @@ def main(options: Options) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     done = {(outcome.part, outcome.case) for outcome in read(options.results)}
     world = World()
+    # What imports made stays: it need not be searched for garbage after each case.
+    gc.freeze()
     for part in options.parts:
+        if part in QUIET_BEFORE:
+            others = options.busy(QUIET_BEFORE[part])
+            if not wait_until(lambda others=others: not others.exists(), QUIET_LIMIT_S):
+                print(f"{part} is measured beside {others.name}", flush=True)
+        until_s = min(options.until_s, time.time() + options.part_limits_s.get(part, math.inf))
         for case in importlib.import_module(f"tests.multi_gpu.{part}").cases(options):
             if (part, case.name) in done or not re.search(options.only, case.name):
                 continue
-            if world.agreed(f"{part}/{case.name}/late", time.time() > options.until_s):
+            if world.agreed(f"{part}/{case.name}/late", time.time() > until_s):
                 outcome = Outcome(part, case.name, False, error="not run: out of time")
             else:
                 outcome = run(part, case, world, options)
@@ -94,6 +115,7 @@ def main(options: Options) -> None:
                 add(options.results, outcome)
                 status = "passed" if outcome.passed else f"FAILED\n{outcome.error}"
                 print(f"{part}: {case.name}: {outcome.seconds:.1f} s {status}", flush=True)
+                (options.out / "report.txt").write_text(tables.report(read(options.results)))
     world.leave()
 
 
