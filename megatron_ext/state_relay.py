@@ -2,8 +2,9 @@
 
 Each rank runs its tokens from the state that the rank before left, so the ranks work on one layer
 one after the other, but on several layers at the same time: in forward a rank is behind the one
-before it by the time of one layer's recurrence, and in backward, where the state's gradient goes
-the other way, ahead of it. Over all layers that is waited for once, not in each.
+before it by the time of one layer's recurrence, and in backward, where gradients go the other way,
+ahead of it. Over all layers that is waited for once, not in each, as long as no layer gathers
+anything from all context ranks: a convolution's last rows go the same way.
 """
 
 import torch
@@ -11,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class StateRelay:
-    """One layer's way to the ranks beside this one.
+class Neighbours:
+    """The context ranks beside this one, for one layer and one kind of message.
 
-    A rank sends 4 J K V bytes forward and as many backward, whatever its number of tokens. Every
-    rank's output must be in a graph that backward passes.
+    Messages go to the next rank in forward, and their gradients to the one before in backward. What
+    a rank's message is computed from must be in a graph that every rank's backward passes.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -25,8 +26,57 @@ class StateRelay:
         self.after = dist.get_global_rank(group, rank + 1) if rank + 1 < size else None
         self._under_way: tuple[dist.Work, Tensor] | None = None
 
+    def start(self, x: Tensor, rank: int) -> None:
+        """Begins to send. What was sent before has long arrived, and is let go."""
+        if self._under_way is not None:
+            self._under_way[0].wait()
+        x = x.contiguous()
+        work = dist.isend(x, rank, group=self.group)
+        assert work is not None
+        self._under_way = (work, x)
+
+    def take(self, like: Tensor, rank: int) -> Tensor:
+        received = torch.empty_like(like, memory_format=torch.contiguous_format)
+        dist.recv(received, rank, group=self.group)
+        return received
+
+    def rows_before(self, x_TBE: Tensor, rows: int) -> Tensor:
+        """The last rows [rows, B, E] of the rank before this one; zeros on the first.
+
+        Raises:
+            ValueError: a rank holds fewer rows than asked for.
+        """
+        if rows > x_TBE.shape[0]:
+            raise ValueError(
+                f"a context rank holds {x_TBE.shape[0]} tokens, fewer than the {rows} needed next"
+            )
+        return _Shift.apply(x_TBE[-rows:], self)  # type: ignore[return-value]
+
+
+class _Shift(torch.autograd.Function):
+    """Sends a tensor on and returns what the rank before sent, or zeros."""
+
+    @staticmethod
+    def forward(ctx, x, beside):
+        ctx.beside = beside
+        if beside.after is not None:
+            beside.start(x, beside.after)
+        return torch.zeros_like(x) if beside.before is None else beside.take(x, beside.before)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        beside = ctx.beside
+        if beside.before is not None:
+            beside.start(grad, beside.before)
+        taken = torch.zeros_like(grad) if beside.after is None else beside.take(grad, beside.after)
+        return taken, None
+
+
+class StateRelay(Neighbours):
+    """A state [B, J, K, V] fp32: 4 J K V bytes a sequence, whatever the number of tokens."""
+
     def receive(self, q_BTHK: Tensor, v_BTJV: Tensor, starts_document: Tensor) -> Tensor | None:
-        """The state [B, J, K, V] fp32 that the rank before left; None on the first rank.
+        """The state that the rank before left; None on the first rank.
 
         Args:
             q_BTHK: this rank's, as v_BTJV; through it autograd knows of the state.
@@ -45,30 +95,12 @@ class StateRelay:
             return output
         return _Send.apply(output, state, self)  # type: ignore[return-value]
 
-    def start(self, x: Tensor, rank: int) -> None:
-        """Begins to send. What was sent before has long arrived, and is let go."""
-        self.finish()
-        x = x.contiguous()
-        work = dist.isend(x, rank, group=self.group)
-        assert work is not None
-        self._under_way = (work, x)
-
-    def finish(self) -> None:
-        if self._under_way is not None:
-            self._under_way[0].wait()
-            self._under_way = None
-
-    def take(self, shape: tuple[int, ...], like: Tensor, rank: int) -> Tensor:
-        received = torch.empty(shape, device=like.device, dtype=torch.float32)
-        dist.recv(received, rank, group=self.group)
-        return received
-
 
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchor, shape, relay):
         ctx.relay = relay
-        return relay.take(shape, anchor, relay.before)
+        return relay.take(anchor.new_empty(shape, dtype=torch.float32), relay.before)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
@@ -85,4 +117,5 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
-        return grad, ctx.relay.take(ctx.shape, grad, ctx.relay.after), None
+        like = grad.new_empty(ctx.shape, dtype=torch.float32)
+        return grad, ctx.relay.take(like, ctx.relay.after), None

@@ -20,17 +20,24 @@ import argparse
 import json
 import os
 import pickle
+import re
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from tests.helpers.jobs import kill_with_children
-from tests.multi_gpu import references, runs, subjects, tables
-from tests.multi_gpu.cases import CASE_LIMIT_S, Options, Outcome, add, read, wait_until
+from tests.multi_gpu.cases import (
+    CASE_LIMIT_S,
+    Options,
+    Outcome,
+    add,
+    read,
+    start,
+    wait_until,
+)
 
 RANK_PARTS = ("warm", "alone", "parity", "scaling", "context", "deepspeed", "slower")
 BESIDE = ("runs", "deterministic")
@@ -52,7 +59,7 @@ ENVIRONMENT = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.multi_gpu")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2)
+    parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--parts", default=",".join(p for p in PARTS if p != "deterministic"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--limit-s", type=float, default=600, help="no case begins after it")
@@ -76,14 +83,23 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     for path in (options.results, options.under_way):
         path.unlink(missing_ok=True)
-    beside = [
-        *([in_background(options, "references", refer)] if NEED_REFERENCES & set(limits) else []),
-        *([in_background(options, "runs", run_beside)] if "runs" in limits else []),
-    ]
+    jobs = {
+        **({"references": refer} if NEED_REFERENCES & set(limits) else {}),
+        **({"runs": run_beside} if "runs" in limits else {}),
+    }
+    for name in jobs:
+        options.busy(name).touch()
+    # First of all: what follows takes as long as their imports.
+    ranks = start_ranks(options) if options.parts else []
+    threads = [threading.Thread(target=work, args=(name, jobs[name], options)) for name in jobs]
+    for thread in threads:
+        thread.start()
     if options.parts:
-        run_ranks(options)
-    for thread in beside:
+        see_through(ranks, options)
+    for thread in threads:
         thread.join()
+    from tests.multi_gpu import runs, tables
+
     if "deterministic" in limits:
         runs.run(options, runs.DETERMINISTIC)
     outcomes = read(options.results)
@@ -93,28 +109,25 @@ def main() -> int:
     return int(not outcomes or any(not outcome.passed for outcome in outcomes))
 
 
-def in_background(options: Options, name: str, work) -> threading.Thread:
-    """Marks the GPUs as busy until the work is done."""
-    options.busy(name).touch()
-
-    def run() -> None:
-        try:
-            work(options)
-        finally:
-            options.busy(name).unlink()
-
-    thread = threading.Thread(target=run, name=name)
-    thread.start()
-    return thread
+def work(name: str, job: Callable[[Options], None], options: Options) -> None:
+    """The GPUs are busy until it is done."""
+    try:
+        job(options)
+    finally:
+        options.busy(name).unlink()
 
 
 def refer(options: Options) -> None:
-    names = list(subjects.subjects(options))
-    references.finish(references.start(options, names), references.LIMIT_S)
+    from tests.multi_gpu import references, subjects
+
+    every = list(subjects.subjects(options))
+    names = [name for name in every if re.search(options.only, name)] or every
+    references.finish(references.start_all(options, names), references.LIMIT_S)
 
 
 def run_beside(options: Options) -> None:
     """While ranks check and time nothing."""
+    from tests.multi_gpu import runs
 
     def is_their_turn() -> bool:
         return not {"warm", "alone"} & set(options.parts) or under_way(options)[0] not in (
@@ -126,10 +139,12 @@ def run_beside(options: Options) -> None:
     runs.run(options, runs.RESUMED)
 
 
-def run_ranks(options: Options) -> None:
+def see_through(ranks: list[subprocess.Popen], options: Options) -> None:
     """Starts the ranks again for the cases that are left, when one of them ends all."""
-    for _ in range(ATTEMPTS):
-        if start_ranks(options) == 0:
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            ranks = start_ranks(options)
+        if all_end_well(ranks, options):
             return
         part, case = under_way(options)
         if (part, case) not in {(o.part, o.case) for o in read(options.results)}:
@@ -144,21 +159,31 @@ def under_way(options: Options) -> tuple[str, str]:
     return tuple(json.loads(path.read_text())) if path.exists() else (options.parts[0], "start")
 
 
-def start_ranks(options: Options) -> int:
-    """Runs torchrun to its end, or until a case has outlasted the limit by far."""
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nproc-per-node", str(options.gpus)),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
-            *("-m", "tests.multi_gpu.worker", pickle.dumps(options).hex()),
-        ]
-    )
+def start_ranks(options: Options) -> list[subprocess.Popen]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"WORLD_SIZE": str(options.gpus), "LOCAL_WORLD_SIZE": str(options.gpus)}
+    command = [sys.executable, "-m", "tests.multi_gpu.worker", pickle.dumps(options).hex()]
+    return [
+        start(command, shared | {"RANK": rank, "LOCAL_RANK": rank})
+        for rank in map(str, range(options.gpus))
+    ]
+
+
+def all_end_well(ranks: list[subprocess.Popen], options: Options) -> bool:
+    """Kills all when one has failed, or when a case has outlasted the limit by far."""
+    until_s = options.until_s + 2 * CASE_LIMIT_S
     try:
-        return process.wait(max(options.until_s - time.time(), 0) + 2 * CASE_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        kill_with_children(process)
-        return process.returncode
+        while None in (codes := [rank.poll() for rank in ranks]):
+            if any(codes) or time.time() > until_s:
+                return False
+            time.sleep(0.2)
+        return not any(codes)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
 """What a part is made of: named cases, their outcomes, and the file that outcomes are kept in."""
 
 import json
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from mixtron.launch.lifetime import die_with_parent
 
 CASE_LIMIT_S = 45
 Values = dict[str, object]
@@ -77,6 +82,16 @@ def read(path: Path) -> list[Outcome]:
     if not path.exists():
         return []
     return [Outcome(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen:
+    """A process in a session of its own, which ends with the thread that starts it."""
+    return subprocess.Popen(
+        command,
+        env=os.environ | environment,
+        start_new_session=True,
+        preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+    )
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:

@@ -14,22 +14,22 @@ import traceback
 import torch
 
 from tests.helpers.jobs import kill_with_children
-from tests.multi_gpu.cases import Options, Outcome, add
+from tests.multi_gpu.cases import Options, Outcome, add, start
 
 LIMIT_S = 80
 """For all of them, which start together."""
 
 
-def start(options: Options, names: list[str]) -> list[subprocess.Popen]:
+def start_all(options: Options, names: list[str]) -> list[subprocess.Popen]:
     """One process for each name where there are cores enough."""
     count = min(len(names), max(1, (os.cpu_count() or 1) // 2))
     return [
-        subprocess.Popen(
+        start(
             [
                 *(sys.executable, "-m", "tests.multi_gpu.references"),
                 *(pickle.dumps(options).hex(), *names[i::count]),
             ],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu(i, options)},
+            {"CUDA_VISIBLE_DEVICES": gpu(i, options)},
         )
         for i in range(count)
     ]

@@ -1,6 +1,6 @@
-"""One rank: runs the cases of all parts one after the other in one process, under torchrun.
+"""One rank: runs the cases of all parts one after the other in one process.
 
-    python -m torch.distributed.run --nproc-per-node N -m tests.multi_gpu.worker OPTIONS
+    RANK=... WORLD_SIZE=... python -m tests.multi_gpu.worker OPTIONS
 
 A case that raises on all ranks is noted, and the next one runs. When it raises on some only, the
 others may wait for it for ever: all end, and are started again for the cases that are left.
@@ -51,7 +51,9 @@ class World:
     def __init__(self):
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=120))
+        self.store = dist.TCPStore(
+            host, port, self.size, is_master=self.rank == 0, timeout=timedelta(seconds=120)
+        )
         self.alone: bool | None = None
         self.count = 0
 
@@ -130,6 +132,7 @@ def run(part: str, case: Case, world: World, options: Options) -> Outcome:
     try:
         world.enter(case.alone)
         values = case.run()
+        error = values.pop("error", "")
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     except Exception as caught:

@@ -149,7 +149,8 @@ class Config(MixerConfig):
             return moved * (context - 1) / context + (context - 1) * tail / tensor
         state = 4 * self.value_heads * self.key_dim * self.value_dim
         if self.context_exchange == "relay":
-            return (state + (context - 1) * tail) / tensor
+            # Forward the last rank sends nothing, backward the first: the mean over the ranks.
+            return (state + tail) * (context - 1) / context / tensor
         # An affine map of the state, in fp32, and the convolution's last tokens to every rank.
         transition = 4 * self.value_heads * self.key_dim**2
         return (context - 1) * (transition + state + tail) / tensor

@@ -49,12 +49,18 @@ class Mixer(ShardedModule):
         self.mixer = mixer
         self.layer_number = layer_number
         self.cp_group = pg_collection.cp
-        self.relay = StateRelay(self.cp_group) if mixer.context_exchange == "relay" else None
+        relayed = mixer.context_exchange == "relay"
+        self.relay = StateRelay(self.cp_group) if relayed else None
         self.in_proj = FusedColumnParallel(
             config, config.hidden_size, mixer.components(), self.tp_group
         )
         self.convolution = ShortConvolution(
-            config, mixer.convolved(), mixer.conv_width, self.tp_group, self.cp_group
+            config,
+            mixer.convolved(),
+            mixer.conv_width,
+            self.tp_group,
+            self.cp_group,
+            relayed=relayed,
         )
         if mixer.decay == "gated":
             shape = (mixer.value_heads // self.tp_group.size(),)
