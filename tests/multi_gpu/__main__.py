@@ -122,7 +122,7 @@ def refer(options: Options) -> None:
 
     every = list(subjects.subjects(options))
     names = [name for name in every if re.search(options.only, name)] or every
-    references.finish(references.start_all(options, names), references.LIMIT_S)
+    references.finish(references.start_all(options, names), references.LIMIT_S[options.device])
 
 
 def run_beside(options: Options) -> None:

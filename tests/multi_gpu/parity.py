@@ -93,7 +93,7 @@ def cases(options: Options) -> list[Case]:
         Case(f"control: {fault}", partial(catch, fault, layout, options))
         for fault, layout in CONTROLS.items()
     ]
-    return [*compared, *controls, *permutations.cases(options)]
+    return [*permutations.cases(options), *compared, *controls]
 
 
 def layouts(gpus: int) -> list[Layout]:

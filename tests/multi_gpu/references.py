@@ -16,7 +16,7 @@ import torch
 from tests.helpers.jobs import kill_with_children
 from tests.multi_gpu.cases import Options, Outcome, add, start
 
-LIMIT_S = 80
+LIMIT_S = {"cuda": 90, "cpu": 900}
 """For all of them, which start together."""
 
 
@@ -47,6 +47,7 @@ def finish(processes: list[subprocess.Popen], limit_s: float) -> None:
             process.wait(max(deadline - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             kill_with_children(process)
+            print(f"killed: {' '.join(process.args[4:])}", flush=True)  # type: ignore[index]
 
 
 def main(options: Options, names: list[str]) -> None:
