@@ -33,7 +33,7 @@ from tests.contract.steps import (
 )
 from tests.helpers.numerics import FACTOR
 from tests.multi_gpu import permutations
-from tests.multi_gpu.cases import Case, Differs, Options, Values, wait_until
+from tests.multi_gpu.cases import Case, Differs, Options, Values
 from tests.multi_gpu.groups import ranks_of
 from tests.multi_gpu.subjects import subjects
 
@@ -53,8 +53,6 @@ VECTOR_FLOOR = 1e-3
 """Relative, of a norm: a quarter of a rounding, where one rank happens to make no error at all."""
 SEVERAL_BUCKETS = 20_000
 """Parameters in a bucket: several buckets in models as small as these."""
-WAIT_S = 40
-"""For a reference that another process is at."""
 CONTROLS = {"partial replicated gradient": TP2, "mean of means": ONE_RANK}
 """Faults that must be found in bf16 too, and under which layout."""
 KERNEL_LAYOUTS = ("tp2 sp", "cp2", "dp")
@@ -139,7 +137,7 @@ def reference_file(name: str, options: Options) -> Path:
 def reference(name: str, options: Options) -> tuple[Seen, Seen]:
     """One rank's results in fp32 and in bf16. Raises Differs: the process at them failed."""
     path = reference_file(name, options)
-    if not wait_until(path.exists, WAIT_S if options.busy("references").exists() else 0):
+    if not path.exists():
         raise Differs(f"one rank has no results for {name}")
     return torch.load(path, weights_only=False)
 

@@ -40,9 +40,15 @@ from tests.multi_gpu.cases import (
 
 GRACE_S = 20
 """How long the other ranks of a failed case may take to fail as well."""
-QUIET_BEFORE = {"alone": "references", "scaling": "runs"}
-"""What must have ended before a part that measures."""
-QUIET_LIMIT_S = 60
+MUST_END = {
+    "alone": "references",
+    "parity": "references",
+    "context": "runs",
+    "scaling": "runs",
+    "deepspeed": "references",
+}
+"""Before a part that measures, or needs it."""
+END_LIMIT_S = {"cuda": 60, "cpu": 900}
 
 
 class World:
@@ -101,10 +107,10 @@ def main(options: Options) -> None:
     # What imports made stays: it need not be searched for garbage after each case.
     gc.freeze()
     for part in options.parts:
-        if part in QUIET_BEFORE:
-            others = options.busy(QUIET_BEFORE[part])
-            if not wait_until(lambda others=others: not others.exists(), QUIET_LIMIT_S):
-                print(f"{part} is measured beside {others.name}", flush=True)
+        if part in MUST_END:
+            others = options.busy(MUST_END[part])
+            if not wait_until(lambda o=others: not o.exists(), END_LIMIT_S[options.device]):
+                print(f"{part} begins beside {others.name}", flush=True)
         until_s = min(options.until_s, time.time() + options.part_limits_s.get(part, math.inf))
         for case in importlib.import_module(f"tests.multi_gpu.{part}").cases(options):
             if (part, case.name) in done or not re.search(options.only, case.name):
