@@ -11,9 +11,9 @@ deepspeed: ZeRO 2 and 3 against one GPU.
 deterministic: a run stopped and resumed on one GPU is bit-equal to the straight one.
 slower: as alone and scaling, with PaTH.
 
-Seconds behind a part: no case of it begins later. Ends with a table of all cases, which is also
-written after each, and exit code 1 if one failed; OUT has results as JSON lines. `--device cpu`
-tries the script out with the debug models on gloo.
+Parts are run in the order given; seconds behind one: no case of it begins later. Ends with a table
+of all cases, which is also written after each, and exit code 1 if one failed; OUT has results as
+JSON lines. `--device cpu` tries the script out with the debug models on gloo.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def main() -> int:
         arguments.gpus,
         arguments.device,
         arguments.out.resolve(),
-        tuple(part for part in RANK_PARTS if part in limits),
+        tuple(part for part in limits if part in RANK_PARTS),
         arguments.only,
         time.time() + arguments.limit_s,
         {part: float(seconds) for part, seconds in limits.items() if seconds},

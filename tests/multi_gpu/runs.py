@@ -15,7 +15,7 @@ from tests.helpers.jobs import Job, history, last_step, rows, write_config
 from tests.multi_gpu.cases import Options, Outcome, Values, add
 
 STEPS = 40
-LIMIT_S = 90
+LIMIT_S = {"cuda": 90, "cpu": 600}
 """For a run."""
 STOP_AT = 8
 """The signal is sent when this step is logged; some more go by until it is heard."""
@@ -48,15 +48,16 @@ def resumed(options: Options) -> Values:
     """In fp32: a straight run on one GPU; one stopped on all GPUs, tensor-parallel, and resumed on
     half of them; one stopped on one and resumed on all, data-parallel. The losses are the same."""
     folder, half = options.out / "resumed", max(1, options.gpus // 2)
+    limit_s = LIMIT_S[options.device]
     names = ("straight", "to fewer", "to more")
     write_configs(folder, options, "fp32", names)
     straight, fewer, more = (Job(folder / f"{name}.yaml", folder / name) for name in names)
     straight.ranks = 1
     with ThreadPoolExecutor(3) as pool:
-        expected = pool.submit(finish, straight)
+        expected = pool.submit(finish, straight, limit_s)
         stops = [
-            pool.submit(stop_and_resume, fewer, options.gpus, PAIR, half),
-            pool.submit(stop_and_resume, more, 1, (), options.gpus),
+            pool.submit(stop_and_resume, fewer, options.gpus, PAIR, half, limit_s),
+            pool.submit(stop_and_resume, more, 1, (), options.gpus, limit_s),
         ]
         wait([expected, *stops])
     expected.result()
@@ -72,17 +73,19 @@ def resumed(options: Options) -> Values:
     return values
 
 
-def finish(job: Job) -> None:
-    code = job.start().wait(LIMIT_S)
+def finish(job: Job, limit_s: float) -> None:
+    code = job.start().wait(limit_s)
     assert code == FINISHED, f"exit code {code}\n{job.log()[-5000:]}"
 
 
-def stop_and_resume(job: Job, ranks: int, overrides: tuple[str, ...], resumed_on: int) -> int:
+def stop_and_resume(
+    job: Job, ranks: int, overrides: tuple[str, ...], resumed_on: int, limit_s: float
+) -> int:
     """The step after which it was stopped; exit code 75, and then 0."""
     job.ranks, job.overrides = ranks, list(overrides)
-    stopped_at = stop(job)
+    stopped_at = stop(job, limit_s)
     job.ranks, job.overrides = resumed_on, []
-    finish(job)
+    finish(job, limit_s)
     said = [line for line in job.log().splitlines() if line.startswith("resumed ")]
     assert said, job.log()
     return stopped_at
@@ -97,6 +100,7 @@ def bit_equal(options: Options) -> Values:
     """In bf16 on one GPU, with Triton's kernels and dropout: stopped and resumed, the run is the
     same."""
     folder, overrides = options.out / "deterministic", ["training.deterministic=true"]
+    limit_s = LIMIT_S[options.device]
     names = ("straight", "resumed")
     write_configs(folder, options, "bf16", names)
     if options.device == "cuda":
@@ -104,9 +108,9 @@ def bit_equal(options: Options) -> Values:
     overrides.append("model.dropout=0.1")
     straight, run = (Job(folder / f"{n}.yaml", folder / n, 1, overrides) for n in names)
     with ThreadPoolExecutor(1) as pool:
-        expected = pool.submit(finish, straight)
-        stopped_at = stop(run)
-        finish(run)
+        expected = pool.submit(finish, straight, limit_s)
+        stopped_at = stop(run, limit_s)
+        finish(run, limit_s)
         expected.result()
     wanted, found = history(straight.run_dir), history(run.run_dir)
     assert len(wanted) == STEPS
@@ -115,12 +119,12 @@ def bit_equal(options: Options) -> Values:
     return {"stopped after step": stopped_at, "equal steps": STEPS}
 
 
-def stop(job: Job) -> int:
+def stop(job: Job, limit_s: float) -> int:
     """Starts a run and stops it by SIGUSR1; the step after which it was saved."""
     try:
-        job.start().wait_for_step(STOP_AT, LIMIT_S)
+        job.start().wait_for_step(STOP_AT, limit_s)
         job.process.send_signal(signal.SIGUSR1)
-        code = job.wait(LIMIT_S)
+        code = job.wait(limit_s)
     finally:
         job.kill()
     assert code == PREEMPTED, f"exit code {code} instead of {PREEMPTED}\n{job.log()[-5000:]}"
