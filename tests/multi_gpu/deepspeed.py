@@ -49,7 +49,7 @@ def of_weights(seen: parity.Seen, exact: parity.Seen, plain: parity.Seen) -> lis
 
 def train(mixer: str, stage: int, options: Options) -> tuple[list[float], list[float], dict]:
     """Some steps: losses, gradient norms and the last weights."""
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
     subject = subjects(options)[mixer]
     layout = parity.spread("dp", ParallelConfig(), options.gpus)
@@ -72,7 +72,7 @@ def train(mixer: str, stage: int, options: Options) -> tuple[list[float], list[f
         losses.append(total / count)
         norms.append(clip_and_step(optimizer, config.optimizer.clip_grad_norm)[0])
     parameters = list(chunks[0].parameters()) if stage == 3 else []
-    with GatheredParameters(parameters, enabled=stage == 3):
+    with deepspeed.zero.GatheredParameters(parameters, enabled=stage == 3):
         weights = {
             name: p.detach().float().cpu().clone() for name, p in global_parameters(chunks[0])
         }

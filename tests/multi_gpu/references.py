@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import replace
 
 import torch
 
+from tests.contract.cases import PLAIN, Case
 from tests.helpers.jobs import kill_with_children
 from tests.multi_gpu.cases import Options, Outcome, add, start
 
@@ -66,6 +68,14 @@ def main(options: Options, names: list[str]) -> None:
         seconds = time.perf_counter() - started
         outcome = Outcome("parity", f"one rank: {name}", not error, seconds, error, [values])
         add(options.results, outcome)
+        if name.endswith("triton") and not error:
+            parity.train(halved(subjects[name]), parity.spread("one rank", PLAIN, 1), bf16=True)
+
+
+def halved(subject: Case) -> Case:
+    """With half of the heads, as tensor-parallel ranks will launch its kernels."""
+    overrides = tuple(o.replace("heads=4", "heads=2") for o in subject.overrides)
+    return replace(subject, overrides=overrides)
 
 
 if __name__ == "__main__":
