@@ -30,7 +30,7 @@ PATH = Measured("path_400m", "path_400m", 4, micro_batches=1)
 def wider(model: Measured, mixer: str, *heads: str) -> Measured:
     """1.3B: twice as wide, with twice as many heads."""
     overrides = (*model.overrides, *WIDER, *(f"mixers.{mixer}.{h}=16" for h in heads))
-    return Measured(model.name.replace("400m", "1300m"), model.config, 2, overrides=overrides)
+    return Measured(model.name.replace("400m", "1300m"), model.config, 4, 1, overrides)
 
 
 ATTENTION_1300M = wider(ATTENTION, "attention", "heads", "kv_heads")
