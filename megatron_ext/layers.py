@@ -291,14 +291,13 @@ class ShortConvolution(ShardedModule):
             components=components,
         )
 
-    def forward(self, x_TBE: Tensor, batch: Batch) -> Tensor:
-        halo, position_T = self.weight.shape[1] - 1, batch.position_ids
-        if batch.context_size == 1 or halo == 0:
-            return short_convolution(x_TBE, self.weight, position_T, silu=self.silu)
-        return self.separately([x_TBE], batch)[0]
+    def forward(self, x_TBE: Any, batch: Batch) -> Any:
+        """Of one tensor, or of a list of the components, which stay tensors of their own."""
+        if isinstance(x_TBE, Tensor):
+            return self._separately([x_TBE], batch)[0]
+        return self._separately(x_TBE, batch)
 
-    def separately(self, parts_TBE: list[Tensor], batch: Batch) -> list[Tensor]:
-        """`forward` of the components, which stay tensors of their own."""
+    def _separately(self, parts_TBE: list[Tensor], batch: Batch) -> list[Tensor]:
         sizes = [part.shape[-1] for part in parts_TBE]
         weights, halo, position_T = (
             self.weight.split(sizes),

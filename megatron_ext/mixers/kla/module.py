@@ -89,7 +89,7 @@ class Mixer(ShardedModule):
 
     def _mix(self, raw: list[Tensor], parts: dict[str, Tensor], batch: Batch) -> Tensor:
         """The whole stream, or this context rank's share of it. [B, T, J, V]."""
-        q_BTHK, *writes = self._inputs(self.convolution.separately(raw, batch), parts)
+        q_BTHK, *writes = self._inputs(self.convolution(raw, batch), parts)
         if batch.scalars is not None:
             self._report(writes[2], writes[3], batch.scalars)
         if batch.context_size > 1 and self.mixer.context_exchange == "heads":
