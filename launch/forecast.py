@@ -93,7 +93,7 @@ def forecast(config: RunConfig, gpus: int, tokens_per_s: float, cluster: Cluster
     exposed_s = dict(sent_s)
     if "data" in sent:
         in_node = gpus <= cluster.gpus_per_node
-        buckets = count_buckets(config, replicas)
+        buckets = max(1, int(stage_parameters(config, 0)) // parallel.bucket_parameters)
         held = stage_parameters(config, 0) * ring(replicas) / buckets
         micro_s = work_s / micro_batches
         reduce_s = cluster.seconds(4 * held, replicas, in_node)
@@ -104,11 +104,6 @@ def forecast(config: RunConfig, gpus: int, tokens_per_s: float, cluster: Cluster
             for each, share in ((reduce_s, 2 / 3), (gather_s, 1 / 3))
         )
     return Forecast(gpus, tokens, work_s * (1 + bubble), sent_s, exposed_s)
-
-
-def count_buckets(config: RunConfig, replicas: int) -> int:
-    """Megatron's: of 40 million parameters, or of a million for each replica if that is more."""
-    return max(1, int(stage_parameters(config, 0)) // max(40_000_000, 1_000_000 * replicas))
 
 
 def with_tokens_per_gpu(config: RunConfig, gpus: int, tokens: int) -> RunConfig:

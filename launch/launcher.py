@@ -10,6 +10,13 @@ from pathlib import Path
 from mixtron.launch import exit_codes
 from mixtron.launch.lifetime import die_with_parent
 
+DEFAULTS = {
+    "OMP_NUM_THREADS": "1",
+    # Collectives start in the order in which they were queued, before the products that hide them.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+"""Of a rank's environment."""
+
 
 def start_torchrun(run_dir: Path, ranks: int, arguments: list[str]) -> int:
     """Runs `mixtron.launch.train` on `ranks` local ranks; returns the run's exit code.
@@ -19,7 +26,7 @@ def start_torchrun(run_dir: Path, ranks: int, arguments: list[str]) -> int:
     """
     launch = uuid.uuid4().hex
     command = _torchrun(ranks, "mixtron.launch.train", arguments)
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, exit_codes.LAUNCH_VARIABLE: launch}
+    environment = {**DEFAULTS, **os.environ, exit_codes.LAUNCH_VARIABLE: launch}
     # torchrun passes the signal on, so that ranks whose launcher died save and stop.
     process = subprocess.Popen(
         command, env=environment, preexec_fn=lambda: die_with_parent(signal.SIGTERM)
@@ -32,7 +39,7 @@ def start_torchrun(run_dir: Path, ranks: int, arguments: list[str]) -> int:
 
 def repeat_on_ranks(ranks: int) -> int:
     """Runs this very command on `ranks` local ranks; 0, or FAILED where one of them said why."""
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    environment = {**DEFAULTS, **os.environ}
     process = subprocess.run(
         _torchrun(ranks, "mixtron.launch.cli", sys.argv[1:]),
         env=environment,

@@ -69,6 +69,10 @@ class ParallelConfig(Section):
     context: Positive = 1
     overlap: bool = True
     """Gradient reduction overlaps with backward, parameter gathering with forward."""
+    bucket_parameters: Positive = 40_000_000
+    """Parameters, or a few more, whose gradients are reduced and whose weights are gathered at a
+    time; under DeepSpeed deepspeed.zero_optimization says it. Megatron's default grows by a million
+    a data rank, until the whole model is one bucket and nothing overlaps."""
 
     @property
     def model_ranks(self) -> int:

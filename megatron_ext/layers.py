@@ -29,6 +29,7 @@ from mixtron.megatron_ext.parameters import (
     residual_std,
     uniform,
 )
+from mixtron.megatron_ext.state_relay import Neighbours
 
 
 class RMSNorm(nn.Module):
@@ -240,10 +241,28 @@ class OutputProjection(RowParallelLinear):
             declare(self.bias, constant(0.0))
 
 
+class _ReplaceFirst(torch.autograd.Function):
+    """A tensor with other first rows, in place."""
+
+    @staticmethod
+    def forward(ctx, x, first):
+        ctx.mark_dirty(x)
+        ctx.rows = len(first)
+        x[: ctx.rows] = first
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        rest = grad.clone()
+        rest[: ctx.rows] = 0
+        return rest, grad[: ctx.rows]
+
+
 class ShortConvolution(ShardedModule):
     """Causal depthwise convolution that starts anew at every document, then SiLU (by default).
 
-    Under context parallelism a rank takes the last width - 1 tokens of the one before it.
+    Under context parallelism a rank takes the last width - 1 tokens of the one before it: gathered
+    from all, or by `relayed` from that one alone (see state_relay.py).
 
     One weight [channels/tp, width] over all components, one checkpoint key a component. Drawn
     uniformly in +-1/sqrt(width), the bound of a convolution with that fan-in.
@@ -258,9 +277,11 @@ class ShortConvolution(ShardedModule):
         cp_group,
         *,
         silu: bool = True,
+        relayed: bool = False,
     ):
         super().__init__(config, tp_group)
         self.cp_group = cp_group
+        self.beside = Neighbours(cp_group) if relayed else None
         self.silu = silu
         bound = width**-0.5
         self.weight = self.new_parameter(
@@ -270,23 +291,41 @@ class ShortConvolution(ShardedModule):
             components=components,
         )
 
-    def forward(self, x_TBE: Tensor, batch: Batch) -> Tensor:
-        halo, position_T = self.weight.shape[1] - 1, batch.position_ids
-        if batch.context_size == 1 or halo == 0:
-            return short_convolution(x_TBE, self.weight, position_T, silu=self.silu)
-        x_TBE = torch.cat([rows_before(x_TBE, halo, self.cp_group), x_TBE])
-        position_T = F.pad(position_T, (halo, 0))
-        return short_convolution(x_TBE, self.weight, position_T, silu=self.silu)[halo:]
+    def forward(self, x_TBE: Any, batch: Batch) -> Any:
+        """Of one tensor, or of a list of the components, which stay tensors of their own."""
+        if isinstance(x_TBE, Tensor):
+            return self._separately([x_TBE], batch)[0]
+        return self._separately(x_TBE, batch)
 
-    def separately(self, parts_TBE: list[Tensor], batch: Batch) -> list[Tensor]:
-        """`forward` of the components, which stay tensors of their own."""
+    def _separately(self, parts_TBE: list[Tensor], batch: Batch) -> list[Tensor]:
         sizes = [part.shape[-1] for part in parts_TBE]
-        if batch.context_size > 1:
-            return list(self(torch.cat(parts_TBE, dim=-1), batch).split(sizes, dim=-1))
-        return [
-            short_convolution(part, weight, batch.position_ids, silu=self.silu)
-            for part, weight in zip(parts_TBE, self.weight.split(sizes), strict=True)
-        ]
+        weights, halo, position_T = (
+            self.weight.split(sizes),
+            self.weight.shape[1] - 1,
+            batch.position_ids,
+        )
+        if batch.context_size == 1 or halo == 0:
+            return [
+                short_convolution(part, weight, position_T, silu=self.silu)
+                for part, weight in zip(parts_TBE, weights, strict=True)
+            ]
+        # As if the share began a document; then its first tokens anew, with those before them.
+        own_T = torch.arange(len(position_T), device=position_T.device).minimum(position_T)
+        first_T = F.pad(position_T[:halo], (halo, 0))
+        before = self._rows_before(parts_TBE, halo).split(sizes, dim=-1)
+        convolved = []
+        for part, weight, rows in zip(parts_TBE, weights, before, strict=True):
+            y_TBE = short_convolution(part, weight, own_T, silu=self.silu)
+            first = torch.cat([rows, part[:halo]])
+            first = short_convolution(first, weight, first_T, silu=self.silu)[halo:]
+            convolved.append(_ReplaceFirst.apply(y_TBE, first))
+        return convolved
+
+    def _rows_before(self, parts_TBE: list[Tensor], halo: int) -> Tensor:
+        last = torch.cat([part[-halo:] for part in parts_TBE], dim=-1)
+        if self.beside is not None:
+            return self.beside.rows_before(last, halo)
+        return rows_before(last, halo, self.cp_group)
 
     def tail(self, x_TBE: Tensor) -> Tensor:
         """The inputs [B, width - 1, E] that the next tokens still reach; zeros before the first."""

@@ -34,6 +34,7 @@ def wrap_model(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap,
+            bucket_size=parallel.bucket_parameters,
         )
         wrapped.append(
             DistributedDataParallel(

@@ -7,6 +7,7 @@ model does not depend on TP, PP, VPP or DP.
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 Draw = Callable[[torch.Generator, tuple[int, ...]], Tensor]
 """Draws one full-size component in fp32 on the CPU."""
+DRAWING_THREADS = 4
+"""Each holds a full-size parameter in host memory."""
 
 
 def normal(std: float) -> Draw:
@@ -74,7 +77,6 @@ def declare(
     return parameter
 
 
-@torch.no_grad()
 def initialise(
     parameters: Iterator[tuple[str, nn.Parameter]], seed: int, tensor_rank: int, tensor_size: int
 ) -> None:
@@ -83,7 +85,10 @@ def initialise(
     Raises:
         ValueError: a parameter nobody declared; its start would depend on the layout.
     """
-    for name, parameter in parameters:
+
+    @torch.no_grad()
+    def fill(named: tuple[str, nn.Parameter]) -> None:
+        name, parameter = named
         declaration: Declaration | None = getattr(parameter, "declaration", None)
         if declaration is None:
             raise ValueError(f"parameter {name} has no declared initialisation")
@@ -94,6 +99,10 @@ def initialise(
         ]
         full = slices[0] if len(slices) == 1 else torch.cat(slices, dim=declaration.tensor_dim or 0)
         parameter.copy_(full.to(parameter.dtype))
+
+    # Each draws from a generator of its own, so their order does not matter.
+    with ThreadPoolExecutor(DRAWING_THREADS) as pool:
+        list(pool.map(fill, parameters))  # raises what a thread raised
 
 
 def _slice(

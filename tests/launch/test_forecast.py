@@ -24,10 +24,12 @@ def test_one_gpu_is_as_measured():
     assert one.efficiency == 1
 
 
+ONE_BUCKET = "parallel.bucket_parameters=400_000_000"
+
+
 def test_one_bucket_is_never_hidden():
-    """256 replicas: a bucket may have 256 million parameters, so there is one."""
     total = sum(parameters(config(gpus=256)).values())
-    many = forecast(config(gpus=256), 256, RATE, Cluster(hop_us=0))
+    many = forecast(config(ONE_BUCKET, gpus=256), 256, RATE, Cluster(hop_us=0))
     sent = total * (4 + 2) * 255 / 256
     assert many.exposed_s == {"data": pytest.approx(sent / (400e9 / 8 * 0.8))}
     assert many.exposed_s == pytest.approx(many.sent_s)
@@ -35,7 +37,8 @@ def test_one_bucket_is_never_hidden():
 
 def test_hops_count_once_a_node_and_collective():
     def exposed(hop_us: float) -> float:
-        return forecast(config(gpus=256), 256, RATE, Cluster(hop_us=hop_us)).exposed_s["data"]
+        one = config(ONE_BUCKET, gpus=256)
+        return forecast(one, 256, RATE, Cluster(hop_us=hop_us)).exposed_s["data"]
 
     assert exposed(10) - exposed(0) == pytest.approx(2 * 255 / 8 * 10e-6)
 
@@ -43,7 +46,7 @@ def test_hops_count_once_a_node_and_collective():
 def test_what_backward_hides_is_not_exposed():
     slow = forecast(config(gpus=64), 64, RATE / 10, Cluster())
     total = sum(parameters(config(gpus=64)).values())
-    buckets = total // 64_000_000
+    buckets = total // 40_000_000
     assert slow.exposed_s["data"] == pytest.approx(slow.sent_s["data"] / buckets)
 
 

@@ -38,6 +38,7 @@ SPLIT = ["parallel={context: 2}", "training.micro_batch_sequences=1"]
 CASES += [
     pytest.param("path", 2, [*SPLIT, "mixers.path.context_exchange=ring"], id="path-shared out"),
     pytest.param("fox", 2, SPLIT, id="fox-shared out"),
+    pytest.param("kla", 2, [*SPLIT, "mixers.kla.context_exchange=relay"], id="kla-relay"),
 ]
 
 

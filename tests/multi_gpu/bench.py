@@ -19,8 +19,9 @@ from mixtron.launch.micro_batch import MicroBatch, collate, run_micro_batches
 from mixtron.launch.sample_stream import Sample
 from mixtron.megatron_ext.model import build_model
 from mixtron.megatron_ext.optimizer import build_optimizer, clip_and_step, wrap_model
-from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
+from mixtron.megatron_ext.parallel import Ranks, init_distributed
 from tests.multi_gpu.communication import Communication, read_trace
+from tests.multi_gpu.groups import ranks_of
 
 
 @dataclass
@@ -48,14 +49,7 @@ def build(config: RunConfig) -> Bench:
     check(config, dist.get_world_size())
     check_device(config, device.type)
     parallel, training = config.parallel, config.training
-    ranks = init_model_parallel(
-        parallel.tensor,
-        parallel.pipeline,
-        parallel.virtual_pipeline,
-        parallel.context,
-        seed=training.seed,
-        device=device,
-    )
+    ranks = ranks_of(parallel)
     per_micro, length = training.micro_batch_sequences, config.data.sequence_length
     bf16 = training.precision == "bf16"
     chunks = build_model(
@@ -86,7 +80,7 @@ def _sample(generator: np.random.Generator, config: RunConfig) -> Sample:
     return Sample(tokens, np.array([0]), np.ones(length, dtype=bool))
 
 
-def measure(bench: Bench, steps: int = 5, limit_s: float = 6.0) -> dict[str, float]:
+def measure(bench: Bench, steps: int = 4, limit_s: float = 3.0) -> dict[str, float]:
     """The median of `steps` steps (fewer when they outlast the limit) after two to warm up.
 
     Returns:

@@ -1,11 +1,17 @@
 """What a part is made of: named cases, their outcomes, and the file that outcomes are kept in."""
 
 import json
+import os
+import signal
+import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-CASE_LIMIT_S = 75
+from mixtron.launch.lifetime import die_with_parent
+
+CASE_LIMIT_S = 45
 Values = dict[str, object]
 """What a case measured, as JSON."""
 
@@ -24,6 +30,8 @@ class Options:
     """A pattern in the names of the cases to run."""
     until_s: float = float("inf")
     """No case begins after this time, in seconds since the epoch."""
+    part_limits_s: dict[str, float] = field(default_factory=dict)
+    """No case of a part begins later than this after the part's first."""
 
     @property
     def results(self) -> Path:
@@ -33,6 +41,10 @@ class Options:
     def under_way(self) -> Path:
         """Names part and case that the ranks are at."""
         return self.out / "under_way.json"
+
+    def busy(self, name: str) -> Path:
+        """There as long as other processes use the GPUs."""
+        return self.out / f"busy-{name}"
 
 
 class Differs(AssertionError):
@@ -61,11 +73,30 @@ class Outcome:
 
 
 def add(path: Path, outcome: Outcome) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(asdict(outcome)) + "\n")
+    # In one write: several processes add to it.
+    with path.open("ab", buffering=0) as file:
+        file.write((json.dumps(asdict(outcome)) + "\n").encode())
 
 
 def read(path: Path) -> list[Outcome]:
     if not path.exists():
         return []
     return [Outcome(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen:
+    """A process in a session of its own, which ends with the thread that starts it."""
+    return subprocess.Popen(
+        command,
+        env=os.environ | environment,
+        start_new_session=True,
+        preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+    )
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return condition()

@@ -36,6 +36,8 @@ class Communication:
     unsized: dict[str, int] = field(default_factory=dict)
     """Kernels of NCCL that the trace gives no sizes for, or whose sizes mean nothing here: how many
     of each collective."""
+    kernels_s: dict[str, float] = field(default_factory=dict)
+    """The kernels that took the longest, all their launches together."""
 
 
 def kind_of_group(description: str) -> str:
@@ -88,7 +90,7 @@ def read_trace(path: Path) -> Communication:
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     nccl = [e for e in device if e["name"].startswith("nccl")]
     busy = Busy([e for e in device if not e["name"].startswith("nccl")])
-    found = Communication(computing_s=busy.total / 1e6)
+    found = Communication(computing_s=busy.total / 1e6, kernels_s=longest(device))
     for event in nccl:
         arguments = event["args"]
         kind = kind_of_group(arguments.get("Process Group Description", ""))
@@ -103,6 +105,14 @@ def read_trace(path: Path) -> Communication:
         sent, received = (element * arguments[f"{side} msg nelems"] for side in ("In", "Out"))
         _add(found.sent_bytes, kind, ring_bytes(name, sent, received, arguments["Group size"]))
     return found
+
+
+def longest(events: list[dict], count: int = 12) -> dict[str, float]:
+    """Seconds of the kernels that took the most, in order."""
+    seconds: dict[str, float] = {}
+    for event in events:
+        _add(seconds, event["name"][:60], event["dur"] / 1e6)
+    return dict(sorted(seconds.items(), key=lambda item: -item[1])[:count])
 
 
 def _add(totals: dict[str, float], kind: str, value: float) -> None:

@@ -1,4 +1,4 @@
-"""KLA over context ranks: steps by exchange of states and of heads, and each exchange alone."""
+"""KLA over context ranks: steps by each exchange, and each exchange alone."""
 
 from functools import partial
 
@@ -15,79 +15,80 @@ from mixtron.megatron_ext.context_parallel import (
     state_before,
 )
 from mixtron.megatron_ext.mixers.kla.config import Config as KLA
-from mixtron.megatron_ext.parallel import init_distributed, init_model_parallel
+from mixtron.megatron_ext.parallel import init_distributed
+from mixtron.megatron_ext.state_relay import StateRelay
+from tests.multi_gpu import models
 from tests.multi_gpu.cases import Case, Options, Values
+from tests.multi_gpu.groups import ranks_of
 from tests.multi_gpu.scaling import configuration, run
 
-MIXER = "kla"
+EXCHANGES = ("relay", "state", "heads")
 
 
 def cases(options: Options) -> list[Case]:
-    cuda = options.device == "cuda"
-    model = "kla_400m" if cuda else "debug_kla"
-    found = []
-    for tokens in (32_768, 131_072) if cuda else (128, 256):
-        config = long(model, tokens, ParallelConfig(), "state")
-        label = f"{model} of {tokens:,} tokens"
-        found.append(
-            Case(f"{label}: one GPU", partial(run, label, "one GPU", config, 1), alone=True)
-        )
-        for exchange in ("state", "heads"):
-            config = long(model, tokens, ParallelConfig(context=options.gpus), exchange)
+    debug = options.device == "cpu"
+    parallel = ParallelConfig(context=options.gpus)
+    found, alone = [], []
+    for tokens in models.DEBUG_LENGTHS if debug else models.LENGTHS:
+        model = models.long_kla(tokens, 1, debug)
+        for exchange in EXCHANGES:
+            override = f"mixers.kla.context_exchange={exchange}"
+            config = configuration(model, parallel, 1, override)
             layout = f"cp{options.gpus} by {exchange}"
-            found += [
-                Case(f"{label}: {layout}", partial(run, label, layout, config, options.gpus)),
-                Case(f"{label}: {layout}, alone", partial(exchange_alone, config, exchange)),
-            ]
-    return found
+            name = f"{model.name}: {layout}"
+            found.append(Case(name, partial(run, model.name, layout, config, options.gpus)))
+            alone.append(Case(f"{name}, alone", partial(exchange_alone, config)))
+    return [*found, *alone]
 
 
-def long(model: str, tokens: int, parallel: ParallelConfig, exchange: str) -> RunConfig:
-    """One sequence of so many tokens; every layer recomputed, or one GPU could not hold it."""
-    return configuration(
-        model,
-        parallel,
-        ranks=1,
-        micro_batch=1,
-        micro_batches=1,
-        overrides=(
-            f"data.sequence_length={tokens}",
-            f"mixers.{MIXER}.context_exchange={exchange}",
-            "training.recompute=full",
-        ),
-    )
-
-
-def exchange_alone(config: RunConfig, exchange: str) -> Values:
+def exchange_alone(config: RunConfig) -> Values:
     """Milliseconds of what one layer exchanges forward and backward, with nothing beside it."""
-    device, mixer = init_distributed(), config.mixers[MIXER]
+    device, mixer = init_distributed(), config.mixers["kla"]
     assert isinstance(mixer, KLA)
-    ranks = init_model_parallel(context=config.parallel.context, seed=1, device=device)
+    ranks = ranks_of(config.parallel)
     tokens = config.data.sequence_length // ranks.context_size
+    J, K, V = mixer.value_heads, mixer.key_dim, mixer.value_dim
+    group = ranks.groups.cp
 
     def random(*shape: int, dtype=torch.bfloat16) -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
 
-    J, K, V = mixer.value_heads, mixer.key_dim, mixer.value_dim
-    tail = random(tokens, 1, sum(mixer.convolved().values()))
-    inputs, group = [tail], ranks.groups.cp
-    if exchange == "state":
-        inputs += [random(1, J, K, K, dtype=torch.float32), random(1, J, K, V, dtype=torch.float32)]
-        starts = torch.tensor(False, device=device)
+    def rows(*shape: int, dtype=torch.bfloat16) -> Tensor:
+        return random(tokens, *shape, dtype=dtype)
 
-        def forward() -> list[Tensor]:
-            return [state_before(*inputs[1:], starts, group)]
-    else:
-        inputs += [random(tokens, mixer.heads, K) for _ in range(2)] + [random(tokens, J, V)]
-        inputs += [random(tokens, J, 1, dtype=torch.float32) for _ in range(2)]
+    tail = rows(1, sum(mixer.convolved().values()))
+    starts = torch.tensor(False, device=device)
+    match mixer.context_exchange:
+        case "state":
+            maps = [random(1, J, K, width, dtype=torch.float32) for width in (K, V)]
+            inputs = [tail, *maps]
 
-        def forward() -> list[Tensor]:
-            *sent, v, decay, eta = (sequence_to_heads(x, group) for x in inputs[1:])
-            return [*sent, heads_to_sequence(v, group), decay, eta]
+            def forward() -> list[Tensor]:
+                return [state_before(*maps, starts, group)]
+
+        case "relay":
+            relay, state = StateRelay(group), random(1, J, K, V, dtype=torch.float32)
+            q, v = random(1, 1, mixer.heads, K), random(1, 1, J, V)
+            inputs = [tail, q, v, state]
+
+            def forward() -> list[Tensor]:
+                before = relay.receive(q, v, starts)
+                last = state if before is None else state + before
+                return [relay.send(v, last), last]
+
+        case "heads":
+            exchanged = [*(rows(mixer.heads, K) for _ in range(2)), rows(J, V)]
+            exchanged += [rows(J, 1, dtype=torch.float32) for _ in range(2)]
+            inputs = [tail, *exchanged]
+
+            def forward() -> list[Tensor]:
+                *sent, v, decay, eta = (sequence_to_heads(x, group) for x in exchanged)
+                return [*sent, heads_to_sequence(v, group), decay, eta]
 
     def both() -> None:
         outputs = [rows_before(tail, mixer.conv_width - 1, group), *forward()]
-        torch.autograd.grad(outputs, inputs, [torch.ones_like(x) for x in outputs])
+        grads = [torch.ones_like(x) for x in outputs]
+        torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
 
     if device.type == "cpu":
         both()

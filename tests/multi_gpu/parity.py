@@ -7,7 +7,6 @@ some optimizer steps, losses, gradient norms and weights: gradients are reduced 
 weights gathered beside the next forward, which no CPU run does.
 """
 
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from mixtron.megatron_ext.config import ParallelConfig
 from mixtron.megatron_ext.mixers import mixer_configs
 from mixtron.megatron_ext.model import build_model
 from mixtron.megatron_ext.optimizer import build_optimizer, clip_and_step, wrap_model
-from tests.contract.cases import FOUR, MIXERS, ONE_RANK, TP2, Layout
+from tests.contract.cases import ONE_RANK, TP2, Layout
 from tests.contract.cases import Case as Subject
 from tests.contract.checks import components, gradient, local_slice, local_tokens
 from tests.contract.faults import injected
@@ -36,6 +35,7 @@ from tests.helpers.numerics import FACTOR
 from tests.multi_gpu import permutations
 from tests.multi_gpu.cases import Case, Differs, Options, Values
 from tests.multi_gpu.groups import ranks_of
+from tests.multi_gpu.subjects import subjects
 
 STEPS = 2
 """In the second one gradients are reduced beside backward: the first learns their order."""
@@ -43,23 +43,22 @@ FEW = 64
 """Errors of so few numbers scatter: those alike are allowed the largest of one rank's, relative to
 the size, and FEW_FLOOR."""
 FEW_FLOOR = 0.3
-"""A contribution that is missing or doubled is half of the size or more."""
+"""Rounding alone makes errors of 0.2 where terms cancel (log-linear attention's `skip` on two H200,
+two numbers a rank). What goes wrong is larger: half of the sum is missing, or counted twice, where
+two ranks share it. More ranks than two share gradients by data alone, in buckets, beside parameters
+of many numbers."""
 FLOOR = 2.0**-8
 """Relative, of a single number such as a loss: one rounding to bf16."""
+LATER_NORM_FLOOR = 0.1
+"""Of a gradient norm after an optimizer step, whose rounding the second step magnifies: 0.04 was
+seen on CPUs. Where one of two ranks' shares is left out or counted twice, it is 0.2 or more."""
 VECTOR_FLOOR = 1e-3
 """Relative, of a norm: a quarter of a rounding, where one rank happens to make no error at all."""
-KERNEL_SUBJECTS = {
-    "kla": "kla_400m",
-    "softmax_attention": "attention_400m",
-    "path": "path_400m",
-    "stochastic": "sa_swa_400m",
-    "log_linear": "log_linear_400m",
-}
-"""Configurations whose shapes the GPU kernels are made for, with two of their layers."""
+SEVERAL_BUCKETS = 20_000
+"""Parameters in a bucket: several buckets in models as small as these."""
 CONTROLS = {"partial replicated gradient": TP2, "mean of means": ONE_RANK}
 """Faults that must be found in bf16 too, and under which layout."""
 KERNEL_LAYOUTS = ("tp2 sp", "cp2", "dp")
-LONG = ((400, 1, 367, 256), (1024,), (256, 1, 255, 512), (7, 1017))
 
 
 @dataclass
@@ -76,16 +75,6 @@ class Seen:
 
 def cases(options: Options) -> list[Case]:
     found = subjects(options)
-    names = list(found)
-    references = [
-        Case(
-            f"one rank: {', '.join(names[i : i + n])}",
-            partial(refer, names[i : i + n], found, options),
-            True,
-        )
-        for n in [options.gpus]
-        for i in range(0, len(names), n)
-    ]
     compared = [
         Case(f"{name}: {layout.name}", partial(compare, name, subject, layout, options))
         for layout in layouts(options.gpus)
@@ -93,32 +82,29 @@ def cases(options: Options) -> list[Case]:
         if layout.parallel.context == 1 or mixer_configs()[subject.mixer].context_parallel
         if not subject.name or layout.name.startswith(KERNEL_LAYOUTS)
     ]
+    if "kla triton" in found:
+        relayed = replace(
+            found["kla triton"],
+            overrides=(*found["kla triton"].overrides, "mixers.kla.context_exchange=relay"),
+        )
+        [cp2] = [layout for layout in layouts(options.gpus) if layout.name.startswith("cp2")]
+        run = partial(compare, "kla triton", relayed, cp2, options)
+        compared.append(Case(f"kla triton, relay: {cp2.name}", run))
     controls = [
         Case(f"control: {fault}", partial(catch, fault, layout, options))
         for fault, layout in CONTROLS.items()
     ]
-    return [*references, *compared, *controls, *permutations.cases(options)]
-
-
-def subjects(options: Options) -> dict[str, Subject]:
-    documents = FOUR * max(1, options.gpus // 2)
-    found = {mixer: Subject(mixer, documents) for mixer in MIXERS}
-    if options.device == "cuda":
-        for mixer, name in KERNEL_SUBJECTS.items():
-            long = LONG * max(1, options.gpus // 2)
-            overrides = ("model.layers=2", "model.vocab_size=500", "data.sequence_length=1024")
-            found[name] = Subject(mixer, long, name=name, overrides=overrides)
-    return found
+    return [*permutations.cases(options), *compared, *controls]
 
 
 def layouts(gpus: int) -> list[Layout]:
     """All of `gpus`, which divides by two: what is not split over models is data-parallel."""
     kinds = {
-        "tp2": ParallelConfig(tensor=2),
         "tp2 sp": ParallelConfig(tensor=2, sequence=True),
-        "cp2": ParallelConfig(context=2),
+        "dp": ParallelConfig(bucket_parameters=SEVERAL_BUCKETS),
+        "cp2": ParallelConfig(context=2, bucket_parameters=SEVERAL_BUCKETS),
         "pp2": ParallelConfig(pipeline=2),
-        "dp": ParallelConfig(),
+        "tp2": ParallelConfig(tensor=2),
     }
     if gpus >= 4:
         kinds["tp2 sp cp2"] = ParallelConfig(tensor=2, sequence=True, context=2)
@@ -136,25 +122,27 @@ def spread(name: str, parallel: ParallelConfig, data: int) -> Layout:
     return Layout(f"{name} x dp{data}", parallel, data, sequences_per_micro_batch=sequences)
 
 
-def refer(names: list[str], found: dict[str, Subject], options: Options) -> Values:
-    """One rank's runs, of another subject on each rank; kept in files."""
-    rank = int(os.environ["RANK"])
-    if rank >= len(names):
-        return {}
-    return keep_reference(names[rank], found[names[rank]], options)
-
-
 def keep_reference(name: str, subject: Subject, options: Options) -> Values:
     layout = spread("one rank", ParallelConfig(), 1)
     plain = train(subject, layout, bf16=True)
     start = {name: shard.value for name, shard in plain.first.shards.items()}
     exact = train(subject, layout, bf16=False, start=start)
-    torch.save((exact, plain), reference_file(name, options))
+    path = reference_file(name, options)
+    torch.save((exact, plain), path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)  # whole, for those that wait for it
     return {"losses": exact.losses, "losses in bf16": plain.losses}
 
 
 def reference_file(name: str, options: Options) -> Path:
     return options.out / f"reference-{name}.pt"
+
+
+def reference(name: str, options: Options) -> tuple[Seen, Seen]:
+    """One rank's results in fp32 and in bf16. Raises Differs: the process at them failed."""
+    path = reference_file(name, options)
+    if not path.exists():
+        raise Differs(f"one rank has no results for {name}")
+    return torch.load(path, weights_only=False)
 
 
 def catch(fault: str, layout: Layout, options: Options) -> Values:
@@ -246,8 +234,8 @@ def plain_form(mixer):
 
 
 def compare(name: str, subject: Subject, layout: Layout, options: Options) -> Values:
+    exact, plain = reference(name, options)
     seen = train(subject, layout, bf16=True)
-    exact, plain = torch.load(reference_file(name, options), weights_only=False)
     measured = [*numbers(seen, exact, plain), *tensors(seen, exact, plain)]
     unequal = [
         what
@@ -319,7 +307,15 @@ class Compared:
 def numbers(seen: Seen, exact: Seen, plain: Seen) -> list[Compared]:
     """Losses and gradient norms of each step."""
     return [
-        Compared(f"{what} of step {step + 1}", abs(mine - e), abs(p - e), abs(e), 1, what, FLOOR)
+        Compared(
+            f"{what} of step {step + 1}",
+            abs(mine - e),
+            abs(p - e),
+            abs(e),
+            1,
+            what,
+            LATER_NORM_FLOOR if what == "norms" and step else FLOOR,
+        )
         for what in ("losses", "norms")
         for step, (mine, e, p) in enumerate(
             zip(getattr(seen, what), getattr(exact, what), getattr(plain, what), strict=True)

@@ -1,5 +1,7 @@
-"""Speed of 0.4B models on one GPU and on all, and what they send: predicted and seen."""
+"""Speed on all GPUs, data-parallel and in tensor-parallel pairs, and what is sent: predicted and
+seen."""
 
+import traceback
 from functools import partial
 
 from mixtron.launch.config import RunConfig, load_config
@@ -7,59 +9,50 @@ from mixtron.launch.traffic import bytes_sent_per_step
 from mixtron.megatron_ext.config import ParallelConfig
 from tests.contract.cases import CONFIGS
 from tests.launch.counted_traffic import SentBytes
-from tests.multi_gpu.bench import build, measure, profile
+from tests.multi_gpu import models
+from tests.multi_gpu.bench import Bench, build, measure, profile
 from tests.multi_gpu.cases import Case, Options, Values
+from tests.multi_gpu.models import Measured
 
-MODELS = {"attention_400m": 4, "kla_400m": 4}
-"""And the sequences of a micro-batch."""
-DEBUG_MODELS = {"debug_softmax_attention": 1, "debug_kla": 1}
-MICRO_BATCHES = 2
-"""For each GPU."""
 PROFILED_S = 4.0
 """Longer steps, of mixers without a GPU kernel, make traces that take minutes to read."""
 TP2_SP = ParallelConfig(tensor=2, sequence=True)
 
 
 def cases(options: Options) -> list[Case]:
-    models = MODELS if options.device == "cuda" else DEBUG_MODELS
-    return [case for model, size in models.items() for case in cases_of(model, options, size)]
-
-
-def cases_of(
-    model: str,
-    options: Options,
-    micro_batch: int,
-    overrides: tuple[str, ...] = (),
-    name: str = "",
-) -> list[Case]:
-    """On one GPU, data-parallel on all, and in tensor-parallel pairs."""
-    name = name or model
-
-    def case(layout: str, parallel: ParallelConfig, alone: bool = False) -> Case:
-        ranks = 1 if alone else options.gpus
-        config = configuration(model, parallel, ranks, micro_batch, overrides)
-        return Case(f"{name}: {layout}", partial(run, name, layout, config, ranks), alone)
-
-    pairs = options.gpus // 2
+    if options.device == "cpu":
+        return [dp(m, options) for m in models.DEBUG] + [tp(m, options) for m in models.DEBUG]
     return [
-        case("one GPU", ParallelConfig(), alone=True),
-        case(f"dp{options.gpus}", ParallelConfig()),
-        case("tp2 sp" if pairs == 1 else f"tp2 sp x dp{pairs}", TP2_SP),
+        *(dp(model, options) for model in models.SMALL),
+        *(tp(model, options) for model in models.LARGE),
+        *(dp(model, options) for model in models.LARGE),
+        *(tp(model, options) for model in models.SMALL),
     ]
 
 
+def dp(model: Measured, options: Options) -> Case:
+    return case(model, f"dp{options.gpus}", ParallelConfig(), options.gpus)
+
+
+def tp(model: Measured, options: Options) -> Case:
+    pairs = options.gpus // 2
+    layout = "tp2 sp" if pairs == 1 else f"tp2 sp x dp{pairs}"
+    return case(model, layout, TP2_SP, options.gpus)
+
+
+def case(model: Measured, layout: str, parallel: ParallelConfig, ranks: int) -> Case:
+    config = configuration(model, parallel, ranks)
+    return Case(f"{model.name}: {layout}", partial(run, model.name, layout, config, ranks))
+
+
 def configuration(
-    model: str,
-    parallel: ParallelConfig,
-    ranks: int,
-    micro_batch: int,
-    overrides: tuple[str, ...] = (),
-    micro_batches: int = MICRO_BATCHES,
+    model: Measured, parallel: ParallelConfig, ranks: int, *overrides: str
 ) -> RunConfig:
-    """The model's, in bf16, with as many tokens for each of the ranks whatever the layout is."""
-    config = load_config(CONFIGS / f"{model}.yaml", [*overrides, "training.precision=bf16"])
-    tokens = ranks * micro_batches * micro_batch * config.data.sequence_length
-    training = {"micro_batch_sequences": micro_batch, "global_batch_tokens": tokens}
+    """In bf16, with as many tokens for each of the ranks whatever the layout is."""
+    path = CONFIGS / f"{model.config}.yaml"
+    config = load_config(path, [*model.overrides, *overrides, "training.precision=bf16"])
+    tokens = ranks * model.sequences * config.data.sequence_length
+    training = {"micro_batch_sequences": model.micro_batch, "global_batch_tokens": tokens}
     return config.model_copy(
         update={
             "parallel": parallel,
@@ -82,14 +75,22 @@ def run(model: str, layout: str, config: RunConfig, ranks: int) -> Values:
         "MFU": speed.get("speed/mfu"),
         "peak GiB": speed["memory/peak_gib"],
     }
-    if ranks > 1:
-        values["predicted bytes"] = bytes_sent_per_step(config, ranks)
-        with SentBytes() as sent:
-            bench.step()
-        values["counted bytes"] = sent.by_kind
-    if bench.ranks.device.type == "cuda" and speed["speed/step_s"] < PROFILED_S:
-        seen = profile(bench)
-        values["profiled bytes"] = seen.sent_bytes
-        values["NCCL s"], values["exposed s"] = seen.seconds, seen.exposed_s
-        values["computing s"], values["kernels without sizes"] = seen.computing_s, seen.unsized
+    try:
+        if bench.ranks.device.type == "cuda" and speed["speed/step_s"] < PROFILED_S:
+            add_profile(values, bench)
+        if ranks > 1:
+            values["predicted bytes"] = bytes_sent_per_step(config, ranks)
+            with SentBytes() as sent:
+                bench.step()
+            values["counted bytes"] = sent.by_kind
+    except Exception:
+        values["error"] = traceback.format_exc()  # the case fails, and its speed is known
     return values
+
+
+def add_profile(values: Values, bench: Bench) -> None:
+    seen = profile(bench)
+    values["profiled bytes"] = seen.sent_bytes
+    values["NCCL s"], values["exposed s"] = seen.seconds, seen.exposed_s
+    values["computing s"], values["kernels without sizes"] = seen.computing_s, seen.unsized
+    values["kernels s"] = seen.kernels_s

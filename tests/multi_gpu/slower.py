@@ -1,12 +1,17 @@
-"""As `scaling`, with the mixers that are slower: gated SA+SWA and PaTH."""
+"""As `alone` and `scaling`, with PaTH."""
 
-from tests.multi_gpu import scaling
+from functools import partial
+
+from tests.multi_gpu import models
+from tests.multi_gpu.alone import run_mine
 from tests.multi_gpu.cases import Case, Options
-
-MODELS = ("sa_swa_400m", "path_400m")
+from tests.multi_gpu.scaling import dp
 
 
 def cases(options: Options) -> list[Case]:
     if options.device == "cpu":
         return []
-    return [case for model in MODELS for case in scaling.cases_of(model, options, micro_batch=2)]
+    return [
+        Case("path_400m: one GPU", partial(run_mine, [models.PATH]), alone=True),
+        dp(models.PATH, options),
+    ]

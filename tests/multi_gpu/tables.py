@@ -15,7 +15,7 @@ def report(outcomes: list[Outcome]) -> str:
         for o in outcomes
     ]
     parts = [
-        *measurements([v for o in outcomes for v in o.values[:1] if o.passed and "tokens/s" in v]),
+        *measurements([v for o in outcomes for v in speeds(o)]),
         table(["part", "case", "outcome", "seconds", "found"], cases),
         *(f"--- {o.part}: {o.case}\n{o.error}" for o in outcomes if not o.passed),
         f"{sum(o.passed for o in outcomes)} of {len(outcomes)} cases passed",
@@ -23,10 +23,16 @@ def report(outcomes: list[Outcome]) -> str:
     return "\n\n".join(parts)
 
 
+def speeds(outcome: Outcome) -> list[Values]:
+    """Of a world of all ranks, which are as fast as the slowest; or of each rank's own."""
+    found = [values for values in outcome.values if "tokens/s" in values]
+    return found if found and found[0]["ranks"] == 1 else found[:1]
+
+
 def summary(outcome: Outcome) -> str:
     """What rank 0 says of a case that checks something; speeds have tables of their own."""
     values = outcome.values[0] if outcome.values else {}
-    if "tokens/s" in values:
+    if speeds(outcome):
         return ""
     return ", ".join(f"{key}: {value}" for key, value in values.items())
 
@@ -35,7 +41,16 @@ def measurements(measured: list[Values]) -> list[str]:
     if not measured:
         return []
     alone = {m["model"]: m["tokens/s"] for m in measured if m["ranks"] == 1}
-    return [table(SPEED_HEAD, [speed_row(m, alone) for m in measured]), traffic_table(measured)]
+    return [
+        table(SPEED_HEAD, [speed_row(m, alone) for m in measured]),
+        traffic_table(measured),
+        *(kernels(m) for m in measured if "kernels s" in m),
+    ]
+
+
+def kernels(m: Values) -> str:
+    named = (f"{1e3 * s:.1f} {name}" for name, s in m["kernels s"].items())
+    return f"{m['model']}, {m['layout']}, kernels in ms: {'; '.join(named)}"
 
 
 SPEED_HEAD = (

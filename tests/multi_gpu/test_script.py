@@ -9,10 +9,11 @@ from tests.multi_gpu.cases import Outcome, add
 from tests.multi_gpu.tables import report
 
 
-def run(monkeypatch, out, start_ranks) -> int:
-    monkeypatch.setattr(script, "start_ranks", start_ranks)
+def run(monkeypatch, out, ranks) -> int:
+    monkeypatch.setattr(script, "start_ranks", lambda options: [])
+    monkeypatch.setattr(script, "all_end_well", lambda started, options: ranks(options) == 0)
     monkeypatch.setattr(script.os, "environ", {})
-    arguments = ["multi_gpu", "--out", str(out), "--parts", "parity", "--gpus", "2"]
+    arguments = ["multi_gpu", "--out", str(out), "--parts", "alone:60", "--gpus", "2"]
     monkeypatch.setattr(sys, "argv", arguments)
     return script.main()
 
@@ -35,13 +36,13 @@ def test_ranks_that_die_are_started_again_for_the_other_cases(tmp_path, monkeypa
     def ranks(options):
         started.append(options.parts)
         if len(started) == 1:
-            options.under_way.write_text('["parity", "first"]')
+            options.under_way.write_text('["alone", "first"]')
             return 1
-        add(options.results, Outcome("parity", "second", True, 1.0))
+        add(options.results, Outcome("alone", "second", True, 1.0))
         return 0
 
     assert run(monkeypatch, tmp_path, ranks) == 1
-    assert started == [("parity",), ("parity",)]
+    assert started == [("alone",), ("alone",)]
     assert "1 of 2 cases passed" in capsys.readouterr().out
 
 
@@ -69,11 +70,18 @@ def test_tables_hold_speed_and_traffic():
         "computing s": 0.4,
         "NCCL s": {"data": 0.01},
         "exposed s": {"data": 0.002},
+        "kernels s": {"gemm": 0.3, "norm": 0.1},
         "predicted bytes": {"data": 2.0**21},
         "counted bytes": {"data": 2.0**20, "other": 2.0**20},
     }
-    outcomes = [Outcome("scaling", "x", True, 1.0, "", [values]) for values in (alone, pair)]
+    outcomes = [
+        Outcome("alone", "x", True, 1.0, "", [alone, alone | {"model": "path"}]),
+        Outcome("scaling", "x", True, 1.0, "", [pair, pair]),
+    ]
     said = report(outcomes)
     assert "| kla | dp2 | 2 | 500 | 190 | 95.0% | 40.0% | 3 | 400 | data 10.0 | data 2.0 |" in said
     assert "| kla | dp2 | data | 2 | 1 |  |  |" in said
     assert "| kla | dp2 | other | 0 | 1 |  |  |" in said
+    assert "| path | one GPU | 1 |" in said
+    assert said.count("| kla | dp2 | 2 |") == 1
+    assert "kla, dp2, kernels in ms: 300.0 gemm; 100.0 norm" in said

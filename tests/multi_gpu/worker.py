@@ -1,6 +1,6 @@
-"""One rank: runs the cases of all parts one after the other in one process, under torchrun.
+"""One rank: runs the cases of all parts one after the other in one process.
 
-    python -m torch.distributed.run --nproc-per-node N -m tests.multi_gpu.worker OPTIONS
+    RANK=... WORLD_SIZE=... python -m tests.multi_gpu.worker OPTIONS
 
 A case that raises on all ranks is noted, and the next one runs. When it raises on some only, the
 others may wait for it for ever: all end, and are started again for the cases that are left.
@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import importlib
 import json
+import math
 import os
 import pickle
 import re
@@ -25,10 +26,29 @@ from megatron.core import parallel_state
 
 from mixtron.launch.train import quiet_libraries
 from mixtron.megatron_ext.parallel import init_distributed
-from tests.multi_gpu.cases import CASE_LIMIT_S, Case, Differs, Options, Outcome, add, read
+from tests.multi_gpu import tables
+from tests.multi_gpu.cases import (
+    CASE_LIMIT_S,
+    Case,
+    Differs,
+    Options,
+    Outcome,
+    add,
+    read,
+    wait_until,
+)
 
 GRACE_S = 20
 """How long the other ranks of a failed case may take to fail as well."""
+MUST_END = {
+    "alone": "references",
+    "parity": "references",
+    "context": "runs",
+    "scaling": "runs",
+    "deepspeed": "references",
+}
+"""Before a part that measures, or needs it."""
+END_LIMIT_S = {"cuda": 60, "cpu": 900}
 
 
 class World:
@@ -37,7 +57,9 @@ class World:
     def __init__(self):
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+        self.store = dist.TCPStore(
+            host, port, self.size, is_master=self.rank == 0, timeout=timedelta(seconds=120)
+        )
         self.alone: bool | None = None
         self.count = 0
 
@@ -82,11 +104,18 @@ def main(options: Options) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     done = {(outcome.part, outcome.case) for outcome in read(options.results)}
     world = World()
+    # What imports made stays: it need not be searched for garbage after each case.
+    gc.freeze()
     for part in options.parts:
+        if part in MUST_END:
+            others = options.busy(MUST_END[part])
+            if not wait_until(lambda o=others: not o.exists(), END_LIMIT_S[options.device]):
+                print(f"{part} begins beside {others.name}", flush=True)
+        until_s = min(options.until_s, time.time() + options.part_limits_s.get(part, math.inf))
         for case in importlib.import_module(f"tests.multi_gpu.{part}").cases(options):
             if (part, case.name) in done or not re.search(options.only, case.name):
                 continue
-            if world.agreed(f"{part}/{case.name}/late", time.time() > options.until_s):
+            if world.agreed(f"{part}/{case.name}/late", time.time() > until_s):
                 outcome = Outcome(part, case.name, False, error="not run: out of time")
             else:
                 outcome = run(part, case, world, options)
@@ -94,6 +123,7 @@ def main(options: Options) -> None:
                 add(options.results, outcome)
                 status = "passed" if outcome.passed else f"FAILED\n{outcome.error}"
                 print(f"{part}: {case.name}: {outcome.seconds:.1f} s {status}", flush=True)
+                (options.out / "report.txt").write_text(tables.report(read(options.results)))
     world.leave()
 
 
@@ -108,6 +138,7 @@ def run(part: str, case: Case, world: World, options: Options) -> Outcome:
     try:
         world.enter(case.alone)
         values = case.run()
+        error = values.pop("error", "")
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     except Exception as caught:

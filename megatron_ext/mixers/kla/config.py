@@ -36,9 +36,11 @@ class Config(MixerConfig):
     normalize_keys: bool = False
     """L2-normalise keys, as Gated DeltaNet and DeltaNet do; KLA does not."""
     output_gate: bool = True
-    context_exchange: Literal["state", "heads"] = "state"
-    """What context ranks exchange: a map of the state each (few bytes, whatever the length), or
-    heads for tokens (then `heads` over TP must be divisible by parallel.context)."""
+    context_exchange: Literal["state", "relay", "heads"] = "state"
+    """What context ranks exchange. state: a map of the state each, and none waits for another's.
+    relay: the state itself, from each rank to the next, each behind the other; no map is computed,
+    and fewer bytes are sent. heads: heads for tokens (then `heads` over TP must be divisible by
+    parallel.context)."""
     kernel: Literal["chunk", "triton"] = "chunk"
     """The op's form in training: torch's on any device, or Triton's, for bf16 on a GPU. The maps
     that context ranks exchange, and decoding, are torch's."""
@@ -145,9 +147,13 @@ class Config(MixerConfig):
             rows = sum(self.convolved().values()) + self.value_heads * self.value_dim
             moved = tokens * (rows * element + 2 * 4 * self.value_heads) / tensor
             return moved * (context - 1) / context + (context - 1) * tail / tensor
+        state = 4 * self.value_heads * self.key_dim * self.value_dim
+        if self.context_exchange == "relay":
+            # Forward the last rank sends nothing, backward the first: the mean over the ranks.
+            return (state + tail) * (context - 1) / context / tensor
         # An affine map of the state, in fp32, and the convolution's last tokens to every rank.
-        state_map = 4 * self.value_heads * self.key_dim * (self.key_dim + self.value_dim)
-        return (context - 1) * (state_map + tail) / tensor
+        transition = 4 * self.value_heads * self.key_dim**2
+        return (context - 1) * (transition + state + tail) / tensor
 
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
         super().check(name, hidden_size, tensor, context)

@@ -27,6 +27,7 @@ from mixtron.megatron_ext.parameters import (
     replicated,
 )
 from mixtron.megatron_ext.scalars import Scalars
+from mixtron.megatron_ext.state_relay import StateRelay
 
 
 class Mixer(ShardedModule):
@@ -37,8 +38,8 @@ class Mixer(ShardedModule):
 
     TP: heads. SP: gathered by the input projection, scattered by the output one. CP: each rank sums
     its tokens up as an affine map of the state, and takes the state that the maps before it give
-    (q is normalised while they travel);
-    or, by `context_exchange: heads`, heads are exchanged for tokens around the op.
+    (q is normalised while they travel); by `context_exchange: relay` it runs from the state that
+    the rank before leaves; by `heads` heads are exchanged for tokens around the op.
     Initialisation: matrices N(0, std), A ~ U(1, 16), dt log-uniform in [1e-3, 1e-1], norm 1. Decay
     parameters are fp32 whatever the model's dtype.
     """
@@ -48,11 +49,18 @@ class Mixer(ShardedModule):
         self.mixer = mixer
         self.layer_number = layer_number
         self.cp_group = pg_collection.cp
+        relayed = mixer.context_exchange == "relay"
+        self.relay = StateRelay(self.cp_group) if relayed else None
         self.in_proj = FusedColumnParallel(
             config, config.hidden_size, mixer.components(), self.tp_group
         )
         self.convolution = ShortConvolution(
-            config, mixer.convolved(), mixer.conv_width, self.tp_group, self.cp_group
+            config,
+            mixer.convolved(),
+            mixer.conv_width,
+            self.tp_group,
+            self.cp_group,
+            relayed=relayed,
         )
         if mixer.decay == "gated":
             shape = (mixer.value_heads // self.tp_group.size(),)
@@ -81,22 +89,21 @@ class Mixer(ShardedModule):
 
     def _mix(self, raw: list[Tensor], parts: dict[str, Tensor], batch: Batch) -> Tensor:
         """The whole stream, or this context rank's share of it. [B, T, J, V]."""
-        q_BTHK, *writes = self._inputs(self.convolution.separately(raw, batch), parts)
+        q_BTHK, *writes = self._inputs(self.convolution(raw, batch), parts)
         if batch.scalars is not None:
             self._report(writes[2], writes[3], batch.scalars)
         if batch.context_size > 1 and self.mixer.context_exchange == "heads":
             return self._mix_exchanged(unit_norm(q_BTHK), writes, batch)
         options = {"step_size": self.mixer.step_size, "cu_seqlens": batch.local_cu_seqlens}
         exchange = state_BJKV = None
-        if batch.context_size > 1:
-            exchange = StateExchange(
-                *delta_rule_segment_map(*writes, **options),
-                batch.position_ids[0] == 0,
-                self.cp_group,
-            )
+        if batch.context_size > 1 and self.relay is None:
+            maps = delta_rule_segment_map(*writes, **options)
+            exchange = StateExchange(*maps, batch.position_ids[0] == 0, self.cp_group)
         q_BTHK = unit_norm(q_BTHK)
         if exchange is not None:
             state_BJKV = exchange.state()
+        elif self.relay is not None:
+            state_BJKV = self.relay.receive(q_BTHK, writes[1], batch.position_ids[0] == 0)
         o_BTJV, state_BJKV = delta_rule(
             q_BTHK,
             *writes,
@@ -105,6 +112,8 @@ class Mixer(ShardedModule):
             rows=batch.rows,
             backend=self.mixer.kernel,
         )
+        if self.relay is not None:
+            o_BTJV = self.relay.send(o_BTJV, state_BJKV)
         if batch.cache is not None:
             tail = self.convolution.tail(torch.cat(raw, dim=-1))
             batch.cache.layers[self.layer_number] = {"state": state_BJKV, "tail": tail}

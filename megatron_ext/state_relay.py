@@ -1,0 +1,121 @@
+"""Hands a recurrent state from context rank to context rank; no token is summed up twice.
+
+Each rank runs its tokens from the state that the rank before left, so the ranks work on one layer
+one after the other, but on several layers at the same time: in forward a rank is behind the one
+before it by the time of one layer's recurrence, and in backward, where gradients go the other way,
+ahead of it. Over all layers that is waited for once, not in each, as long as no layer gathers
+anything from all context ranks: a convolution's last rows go the same way.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Neighbours:
+    """The context ranks beside this one, for one layer and one kind of message.
+
+    Messages go to the next rank in forward, and their gradients to the one before in backward. What
+    a rank's message is computed from must be in a graph that every rank's backward passes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        rank, size = group.rank(), group.size()
+        self.before = dist.get_global_rank(group, rank - 1) if rank else None
+        self.after = dist.get_global_rank(group, rank + 1) if rank + 1 < size else None
+        self._under_way: tuple[dist.Work, Tensor] | None = None
+
+    def start(self, x: Tensor, rank: int) -> None:
+        """Begins to send. What was sent before has long arrived, and is let go."""
+        if self._under_way is not None:
+            self._under_way[0].wait()
+        x = x.contiguous()
+        work = dist.isend(x, rank, group=self.group)
+        assert work is not None
+        self._under_way = (work, x)
+
+    def take(self, like: Tensor, rank: int) -> Tensor:
+        received = torch.empty_like(like, memory_format=torch.contiguous_format)
+        dist.recv(received, rank, group=self.group)
+        return received
+
+    def rows_before(self, x_TBE: Tensor, rows: int) -> Tensor:
+        """The last rows [rows, B, E] of the rank before this one; zeros on the first.
+
+        Raises:
+            ValueError: a rank holds fewer rows than asked for.
+        """
+        if rows > x_TBE.shape[0]:
+            raise ValueError(
+                f"a context rank holds {x_TBE.shape[0]} tokens, fewer than the {rows} needed next"
+            )
+        return _Shift.apply(x_TBE[-rows:], self)  # type: ignore[return-value]
+
+
+class _Shift(torch.autograd.Function):
+    """Sends a tensor on and returns what the rank before sent, or zeros."""
+
+    @staticmethod
+    def forward(ctx, x, beside):
+        ctx.beside = beside
+        if beside.after is not None:
+            beside.start(x, beside.after)
+        return torch.zeros_like(x) if beside.before is None else beside.take(x, beside.before)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        beside = ctx.beside
+        if beside.before is not None:
+            beside.start(grad, beside.before)
+        taken = torch.zeros_like(grad) if beside.after is None else beside.take(grad, beside.after)
+        return taken, None
+
+
+class StateRelay(Neighbours):
+    """A state [B, J, K, V] fp32: 4 J K V bytes a sequence, whatever the number of tokens."""
+
+    def receive(self, q_BTHK: Tensor, v_BTJV: Tensor, starts_document: Tensor) -> Tensor | None:
+        """The state that the rank before left; None on the first rank.
+
+        Args:
+            q_BTHK: this rank's, as v_BTJV; through it autograd knows of the state.
+            starts_document: whether this rank's first token begins a document (0-dim bool): then
+                the state is zero.
+        """
+        if self.before is None:
+            return None
+        shape = (q_BTHK.shape[0], v_BTJV.shape[2], q_BTHK.shape[3], v_BTJV.shape[3])
+        state: Tensor = _Receive.apply(q_BTHK, shape, self)  # type: ignore[assignment]
+        return state * ~starts_document
+
+    def send(self, output: Tensor, state: Tensor) -> Tensor:
+        """Sends this rank's last state on; the output, through which its gradient comes in."""
+        if self.after is None:
+            return output
+        return _Send.apply(output, state, self)  # type: ignore[return-value]
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor, shape, relay):
+        ctx.relay = relay
+        return relay.take(anchor.new_empty(shape, dtype=torch.float32), relay.before)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        ctx.relay.start(grad, ctx.relay.before)
+        return None, None, None
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output, state, relay):
+        ctx.relay, ctx.shape = relay, state.shape
+        relay.start(state, relay.after)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        like = grad.new_empty(ctx.shape, dtype=torch.float32)
+        return grad, ctx.relay.take(like, ctx.relay.after), None

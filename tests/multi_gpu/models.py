@@ -1,0 +1,55 @@
+"""The models that are measured."""
+
+from dataclasses import dataclass
+
+WIDER = ("model.hidden_size=2048", "model.ffn_hidden_size=5632")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A configuration, and how much of it a rank computes in a step."""
+
+    name: str
+    config: str
+    micro_batch: int
+    """Sequences."""
+    micro_batches: int = 2
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def sequences(self) -> int:
+        return self.micro_batch * self.micro_batches
+
+
+ATTENTION = Measured("attention_400m", "attention_400m", 4)
+KLA = Measured("kla_400m", "kla_400m", 4)
+SA_SWA = Measured("sa_swa_400m", "sa_swa_400m", 4, overrides=("mixers.sa_swa.kernel=triton",))
+PATH = Measured("path_400m", "path_400m", 4, micro_batches=1)
+
+
+def wider(model: Measured, mixer: str, *heads: str) -> Measured:
+    """1.3B: twice as wide, with twice as many heads."""
+    overrides = (*model.overrides, *WIDER, *(f"mixers.{mixer}.{h}=16" for h in heads))
+    return Measured(model.name.replace("400m", "1300m"), model.config, 4, 1, overrides)
+
+
+ATTENTION_1300M = wider(ATTENTION, "attention", "heads", "kv_heads")
+KLA_1300M = wider(KLA, "kla", "heads", "value_heads")
+SA_SWA_1300M = wider(SA_SWA, "sa_swa", "heads", "kv_heads")
+SMALL = (ATTENTION, KLA, SA_SWA)
+LARGE = (ATTENTION_1300M, KLA_1300M, SA_SWA_1300M)
+DEBUG = (
+    Measured("debug_softmax_attention", "debug_softmax_attention", 1),
+    Measured("debug_kla", "debug_kla", 1),
+)
+
+
+def long_kla(tokens: int, gpus: int, debug: bool) -> Measured:
+    """One sequence of which each GPU has a share; alone, a GPU gets a sequence as long as that."""
+    config = "debug_kla" if debug else "kla_400m"
+    overrides = (f"data.sequence_length={tokens}",)
+    return Measured(f"{config}, {tokens * gpus:,} tokens", config, 1, 1, overrides)
+
+
+LENGTHS = (131_072, 32_768)
+DEBUG_LENGTHS = (256,)
