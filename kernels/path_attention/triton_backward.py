@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from mixtron.kernels.path_attention.triton_forward import LOG2_E, VARYING
-from mixtron.kernels.path_attention.triton_maps import row_of_pairs
+from mixtron.kernels.path_attention.triton_maps import last_versions, reach, row_of_pairs
 from mixtron.kernels.triton_tools import tile
 
 
@@ -122,8 +122,8 @@ def key_kernel(
             within_B1 = (t_B < T)[:, None]
             do_BV = tl.load(tile(do, first, H * V, column, value_V), within_B1, 0.0).to(PRODUCT)
             if MAPS:
-                s_BC = tl.load(tile(logits, bh * S + first, C, column, row_C)) * LOG2_E
-                s_CB = tl.trans(s_BC)
+                s_BC = tl.load(tile(logits, bh * S + first, C, column, row_C))
+                s_CB = tl.trans(s_BC).to(tl.float32) * LOG2_E
             else:
                 q_tile = tile(q + h * K, b * T + first, H * K, column, key_K)
                 q_BK = tl.load(q_tile, within_B1, 0.0).to(PRODUCT)
@@ -200,7 +200,8 @@ def key_kernel(
                 )  # fmt: skip
             if GATE:
                 tl.store(columns_2BHS + plane + bh * S + u_C, column_C)
-        tl.store(tile(dk_far, bg * S + a * C, K, row_C, key_K), dk_CK)
+        dk_tile = tile(dk_far, bg * S + a * C, K, row_C, key_K)
+        tl.store(dk_tile, dk_CK.to(dk_far.dtype.element_ty))
     else:
         dk_tile = tile(dk + g * K, b * T + a * C, G * K, row_C, key_K)
         # The walk's scale is in units of log 2.
@@ -284,6 +285,7 @@ def query_kernel(
     dq,
     dq_near,
     dq_far,
+    dlogits,
     rows_BHS,
     scale,
     T,
@@ -305,8 +307,7 @@ def query_kernel(
 ):
     """A tile of C queries of one head: their gradient, and with a gate the sums of ds over rows.
 
-    With maps the gradient of each version of the tile, and that of the logits inside the tile in
-    these's place.
+    With maps the gradient of each version of the tile, and that of the logits inside the tile.
     """
     a = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -347,7 +348,7 @@ def query_kernel(
         v_BV = tl.load(tile(v, first, G * V, column, value_V), within_B1, 0.0).to(PRODUCT)
         if MAPS:
             pair = tile(logits + i * BLOCK, bh * S + a * C, C, row_C, column)
-            s_CB = tl.load(pair) * LOG2_E
+            s_CB = tl.load(pair).to(tl.float32) * LOG2_E
         else:
             k_BK = tl.load(tile(keys, first, k_row, column, key_K), within_B1, 0.0).to(PRODUCT)
             s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
@@ -358,7 +359,8 @@ def query_kernel(
         ds_CB = p_CB * (tl.dot(do_CV, tl.trans(v_BV)) - delta_C[:, None])
         sum_C += tl.sum(ds_CB, 1)
         if MAPS:
-            tl.store(pair, ds_CB)
+            pair = tile(dlogits + i * BLOCK, bh * S + a * C, C, row_C, column)
+            tl.store(pair, ds_CB.to(dlogits.dtype.element_ty))
         else:
             dq_CK = tl.dot(ds_CB.to(PRODUCT), k_BK, dq_CK)
 
@@ -370,15 +372,12 @@ def query_kernel(
         low = tl.load(start_S + a * C) // BLOCK * BLOCK
     between = tl.full([], 0.0, tl.float32)
     if MAPS:
-        span, t = a // span_tiles, a % span_tiles
-        pairs = span_tiles * (span_tiles - 1) // 2
-        spans = S // (span_tiles * C)
-        version = (bh * spans + span) * pairs + t * (t - 1) // 2
-        for i in range(t):
-            u = t - 1 - i
-            own = (version + u) * C
+        near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
+        near_row, far_row = last_versions(bh, a, S, span_tiles, lags, C)
+        for i in range(near):
+            hi = (a - i) * C
+            own = near_row - i * C
             q_tile = tile(q_near, own, K, row_C, key_K)
-            hi = (span * span_tiles + u + 1) * C
             dq_CK, sum_C, between = _walk_keys(
                 tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),
                 do_CV, lse_C, delta_C, until_C, start_C, keys, v, after, total,
@@ -387,12 +386,10 @@ def query_kernel(
             )  # fmt: skip
             tl.store(tile(dq_near, own, K, row_C, key_K), dq_CK.to(dq_near.dtype.element_ty))
         keys = k_far + (b * G + g) * S * K
-        version = bh * row_of_pairs(spans, lags) + row_of_pairs(span + 1, lags)
-        for i in range(tl.minimum(span, lags)):
-            m = span - 1 - i
-            own = ((version - 1 - i) * span_tiles + t) * C
+        for i in range(far):
+            own = far_row - i * span_tiles * C
             q_tile = tile(q_far, own, K, row_C, key_K)
-            hi = (m + 1) * span_tiles * C
+            hi = (a // span_tiles - i) * span_tiles * C
             dq_CK, sum_C, between = _walk_keys(
                 tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),
                 do_CV, lse_C, delta_C, until_C, start_C, keys, v, after, total,

@@ -12,7 +12,7 @@ T^2 is FlashAttention, with or without maps.
 import triton
 import triton.language as tl
 
-from mixtron.kernels.path_attention.triton_maps import row_of_pairs
+from mixtron.kernels.path_attention.triton_maps import last_versions, reach
 from mixtron.kernels.triton_tools import tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -97,7 +97,7 @@ def forward_kernel(
         within_B1 = (u_B < T)[:, None]
         if MAPS:
             pair = tile(logits + i * BLOCK, bh * S + a * C, C, row_C, column)
-            s_CB = tl.load(pair) * LOG2_E
+            s_CB = tl.load(pair).to(tl.float32) * LOG2_E
         else:
             k_BK = tl.load(tile(keys, first, k_row, column, key_K), within_B1, 0.0)
             s_CB = tl.dot(q_CK, tl.trans(k_BK.to(PRODUCT))) * scale
@@ -116,26 +116,21 @@ def forward_kernel(
         low = tl.load(start_S + a * C) // BLOCK * BLOCK
     between = tl.full([], 0.0, tl.float32)
     if MAPS:
-        span, t = a // span_tiles, a % span_tiles
-        pairs = span_tiles * (span_tiles - 1) // 2
-        spans = S // (span_tiles * C)
-        version = (bh * spans + span) * pairs + t * (t - 1) // 2
-        for i in range(t):
-            u = t - 1 - i
-            q_CK = tl.load(tile(q_near, (version + u) * C, K, row_C, key_K)).to(PRODUCT)
-            hi = (span * span_tiles + u + 1) * C
+        near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
+        near_row, far_row = last_versions(bh, a, S, span_tiles, lags, C)
+        for i in range(near):
+            hi = (a - i) * C
+            q_CK = tl.load(tile(q_near, near_row - i * C, K, row_C, key_K)).to(PRODUCT)
             acc_CV, top_C, sum_C, between = _walk_keys(
                 acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
                 tl.maximum(hi - C, low), hi, 1.0 * LOG2_E,
                 k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
         keys = k_far + (b * G + g) * S * K
-        version = bh * row_of_pairs(spans, lags) + row_of_pairs(span + 1, lags)
-        for i in range(tl.minimum(span, lags)):
-            m = span - 1 - i
-            first_row = ((version - 1 - i) * span_tiles + t) * C
-            q_CK = tl.load(tile(q_far, first_row, K, row_C, key_K)).to(PRODUCT)
-            hi = (m + 1) * span_tiles * C
+        for i in range(far):
+            q_row = far_row - i * span_tiles * C
+            q_CK = tl.load(tile(q_far, q_row, K, row_C, key_K)).to(PRODUCT)
+            hi = (a // span_tiles - i) * span_tiles * C
             acc_CV, top_C, sum_C, between = _walk_keys(
                 acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
                 tl.maximum(hi - span_tiles * C, low), hi, 1.0 * LOG2_E,
