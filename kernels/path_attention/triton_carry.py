@@ -27,6 +27,17 @@ from mixtron.kernels.path_attention.triton_tiles import (
 )
 from mixtron.kernels.triton_tools import INTERPRETED
 
+WARPS = {
+    "inverse": 8,
+    "solve": 8,
+    "span": 8,
+    "version": 8,
+    "version gradient": 8,
+    "map gradient": 8,
+    "span gradient": 8,
+    "key gradient": 8,
+    "map row gradient": 8,
+}
 FINE, LOW = (tl.float32, tl.float32) if INTERPRETED else (tl.float16, tl.bfloat16)
 """What bounded operands and what gradients are rounded to, which the interpreter cannot multiply."""
 
@@ -123,20 +134,20 @@ def carry(
     k_exact, maps_rest = torch.empty_like(x.Y), torch.empty_like(x.maps)
     shape, launch = {"G": G, "K": K, "C": C, "DOCUMENTS": start_S is not None}, {"num_stages": 1}
     inverse_kernel[(N, B * G)](
-        w_BTGK, beta_BTG, start_S, x.L, T, S, **shape, num_warps=8, **launch
+        w_BTGK, beta_BTG, start_S, x.L, T, S, **shape, num_warps=WARPS["inverse"], **launch
     )
     solve_kernel[(N, B * G)](
         k_BTGK, w_BTGK, beta_BTG, start_S, x.L, x.XT, x.Y, x.k, k_exact, x.maps, maps_rest, T, S,
-        **shape, FINE=FINE, num_warps=8, **launch,
+        **shape, FINE=FINE, num_warps=WARPS["solve"], **launch,
     )  # fmt: skip
     span_kernel[(spans, B * G)](
         x.maps, maps_rest, k_exact, x.to_end, x.span_maps, x.k_far, S, span,
-        K=K, C=C, FINE=FINE, num_warps=8, **launch,
+        K=K, C=C, FINE=FINE, num_warps=WARPS["span"], **launch,
     )  # fmt: skip
     version_kernel[(N, B * H)](
         q_BTHK, k_BTGK, w_BTGK, start_S, x.XT, x.Y, x.maps, x.span_maps, x.logits, x.q_near,
         x.q_far, scale, T, S, span, lags,
-        **shape, H=H, FINE=FINE, PRODUCT=LOW, STAGES=2, num_warps=8, **launch,
+        **shape, H=H, FINE=FINE, PRODUCT=LOW, STAGES=2, num_warps=WARPS["version"], **launch,
     )  # fmt: skip
     return carried
 
@@ -169,7 +180,7 @@ def carry_gradients(
     version_gradient_kernel[(N, B * H)](
         q_BTHK, k_BTGK, w_BTGK, start_S, x.XT, x.Y, x.maps, x.span_maps, d.logits, d.q_near,
         d.q_far, dq, M, dM, dq_carried, scale, T, S, span, lags,
-        **shape, H=H, LOW=LOW, STAGES=2, num_warps=8, **launch,
+        **shape, H=H, LOW=LOW, STAGES=2, num_warps=WARPS["version gradient"], **launch,
     )  # fmt: skip
     dmaps, dspan_maps = (torch.empty_like(y, dtype=dq.dtype) for y in (x.maps, x.span_maps))
     for versions, dversions, out, grid, blocks, tiles, reached in (
@@ -178,22 +189,22 @@ def carry_gradients(
     ):
         map_gradient_kernel[(grid, B * G)](
             layout.end_S, versions, dversions, out, blocks, tiles, reached,
-            **shape, H=H, STAGES=3, num_warps=8, **launch,
+            **shape, H=H, STAGES=3, num_warps=WARPS["map gradient"], **launch,
         )  # fmt: skip
     span_gradient_kernel[(spans, B * G)](
         x.maps, x.to_end, x.k, d.k_far, dspan_maps, d.k, dmaps, S, span,
-        K=K, C=C, LOW=LOW, num_warps=8, **launch,
+        K=K, C=C, LOW=LOW, num_warps=WARPS["span gradient"], **launch,
     )  # fmt: skip
     dX, dB = (torch.empty_like(x.XT, dtype=dq.dtype) for _ in range(2))
     dY = torch.empty_like(x.k)
     key_gradient_kernel[(N, B * G)](
         q_BTHK, k_BTGK, w_BTGK, beta_BTG, start_S, x.L, M, dq_carried, d.logits, d.k, dmaps, dX, dY,
         dB, dk, scale, T, S,
-        **shape, H=H, LOW=LOW, num_warps=8, **launch,
+        **shape, H=H, LOW=LOW, num_warps=WARPS["key gradient"], **launch,
     )  # fmt: skip
     map_row_gradient_kernel[(N, B * G)](
         q_BTHK, k_BTGK, w_BTGK, beta_BTG, start_S, x.L, x.XT, x.Y, dM, d.k, dmaps, dX, dY, dB, dw,
         dbeta, T, S,
-        **shape, H=H, LOW=LOW, num_warps=8, **launch,
+        **shape, H=H, LOW=LOW, num_warps=WARPS["map row gradient"], **launch,
     )  # fmt: skip
     return dq, dk, dw, dbeta

@@ -231,16 +231,19 @@ def map_row_gradient_kernel(
     inside_C1 = (t_C < T)[:, None]
     first, own = b * T + n * C, bg * S + n * C
     below_CC = pairs(start_S, n * C, C, DOCUMENTS) & (row_C[:, None] > row_C[None, :])
-    w_CK = tl.load(tile(w + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    w_tile, k_tile = (
+        tile(w + g * K, first, G * K, row_C, key_K),
+        tile(k + g * K, first, G * K, row_C, key_K),
+    )
+    L_tile, dY_tile = tile(L, own, C, row_C, row_C), tile(dY, own, K, row_C, key_K)
+    w_CK = tl.load(w_tile, inside_C1, 0.0).to(LOW)
     beta_C = tl.load(beta + (b * T + t_C) * G + g, t_C < T, 0.0)
-    k_CK = tl.load(tile(k + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    k_CK = tl.load(k_tile, inside_C1, 0.0).to(LOW)
     B_CC = tl.where(below_CC, tl.dot(w_CK, tl.trans(k_CK)), 0.0).to(LOW)
     dU_CC = tl.dot(tl.load(tile(dX, own, C, row_C, row_C)), tl.trans(B_CC))
-    dY_CK = tl.load(tile(dY, own, K, row_C, key_K))
-    dU_CC = tl.dot(dY_CK, tl.trans(w_CK), dU_CC)
-    L_CC = tl.load(tile(L, own, C, row_C, row_C))
+    dU_CC = tl.dot(tl.load(dY_tile), tl.trans(w_CK), dU_CC)
+    L_CC = tl.load(L_tile)
     dbeta_C = tl.sum(dU_CC * L_CC, 1)
-    U_CC = (L_CC * beta_C[:, None]).to(LOW)
     L_CC = L_CC.to(LOW)
     # Of L = (I + A)^-1: dA = -L^T dL L^T.
     dA_CC = tl.dot(tl.trans(L_CC), (dU_CC * beta_C[:, None]).to(LOW)).to(LOW)
@@ -248,11 +251,15 @@ def map_row_gradient_kernel(
     dbeta_C += tl.sum(dA_CC * tl.dot(w_CK, tl.trans(w_CK)), 0)
     tl.store(dbeta + (b * T + t_C) * G + g, dbeta_C, t_C < T)
     dA_CC = (dA_CC * beta_C[None, :]).to(LOW)
+    # Read once more, rather than held all along.
+    w_CK = tl.load(w_tile, inside_C1, 0.0).to(LOW)
+    U_CC = (tl.load(L_tile) * beta_C[:, None]).to(LOW)
     dw_CK = gathered(dM, q, bg, n, T, S, H, G, C, K, LOW, True)
     dw_CK = tl.dot(dA_CC, w_CK, dw_CK)
     dw_CK = tl.dot(tl.trans(dA_CC), w_CK, dw_CK)
+    k_CK = tl.load(k_tile, inside_C1, 0.0).to(LOW)
     dw_CK = tl.dot(tl.load(tile(dB, own, C, row_C, row_C)), k_CK, dw_CK)
-    dw_CK = tl.dot(tl.trans(U_CC), dY_CK, dw_CK)
+    dw_CK = tl.dot(tl.trans(U_CC), tl.load(dY_tile), dw_CK)
     XT_CC = (-tl.load(tile(XT, own, C, row_C, row_C))).to(LOW)
     dkc_CK = tl.load(tile(dk_carried, own, K, row_C, key_K)).to(LOW)
     dw_CK = tl.dot(tl.trans(XT_CC), dkc_CK, dw_CK)
