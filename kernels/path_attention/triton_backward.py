@@ -20,10 +20,8 @@ from mixtron.kernels.path_attention.triton_maps import last_versions, reach, row
 from mixtron.kernels.triton_tools import tile
 
 
-@triton.jit(do_not_specialize=VARYING[:1])
-def delta_kernel(
-    o_BTHV, do_BTHV, delta_BHS, T, S, H: tl.constexpr, V: tl.constexpr, C: tl.constexpr
-):
+@triton.jit(do_not_specialize=("T", "H"))
+def delta_kernel(o_BTHV, do_BTHV, delta_BHS, T, S, H, V: tl.constexpr, C: tl.constexpr):
     """rowsum(do o) of a tile of rows of one head."""
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
@@ -63,8 +61,9 @@ def key_kernel(
     span_tiles,
     lags,
     plane,
-    H: tl.constexpr,
-    G: tl.constexpr,
+    heads,
+    H,
+    R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -80,24 +79,24 @@ def key_kernel(
     parts)."""
     a = tl.program_id(0)
     bg = tl.program_id(1).to(tl.int64)
+    G, groups = H // R, heads // R
     b, g = bg // G, bg % G
-    R: tl.constexpr = H // G
     row_C = tl.arange(0, C)
     column = tl.arange(0, BLOCK)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, V)
     u_C = a * C + row_C
     inside_C1 = (u_C < T)[:, None]
-    v_tile = tile(v_BTGV + g * V, b * T + a * C, G * V, row_C, value_V)
+    v_tile = tile(v_BTGV + g * V, b * T + a * C, groups * V, row_C, value_V)
     v_CV = tl.load(v_tile, inside_C1, 0.0).to(PRODUCT)
     if MAPS:
         k_tile = tile(k, bg * S + a * C, K, row_C, key_K)
         k_CK = tl.load(k_tile).to(PRODUCT)
-        q_row: tl.constexpr = K
+        q_row = K
     else:
-        k_tile = tile(k + g * K, b * T + a * C, G * K, row_C, key_K)
+        k_tile = tile(k + g * K, b * T + a * C, groups * K, row_C, key_K)
         k_CK = tl.load(k_tile, inside_C1, 0.0).to(PRODUCT)
-        q_row: tl.constexpr = H * K
+        q_row = heads * K
     end = tl.cdiv(T, BLOCK) * BLOCK
     if DOCUMENTS:
         end = tl.load(end_S + tl.minimum(a * C + C, T) - 1)
@@ -107,7 +106,7 @@ def key_kernel(
     for r in range(R):
         h = g * R + r
         bh = b * H + h
-        do = do_BTHV + b * T * H * V + h * V
+        do = do_BTHV + b * T * heads * V + h * V
         until, total = lse_BHS, lse_BHS
         after_C = tl.zeros([C], tl.float32)
         own_C = tl.zeros([C], tl.float32)
@@ -120,12 +119,12 @@ def key_kernel(
             first = (a * C + i * BLOCK).to(tl.int64)
             t_B = first + column
             within_B1 = (t_B < T)[:, None]
-            do_BV = tl.load(tile(do, first, H * V, column, value_V), within_B1, 0.0).to(PRODUCT)
+            do_BV = tl.load(tile(do, first, heads * V, column, value_V), within_B1, 0.0).to(PRODUCT)
             if MAPS:
                 s_BC = tl.load(tile(logits, bh * S + first, C, column, row_C))
                 s_CB = tl.trans(s_BC).to(tl.float32) * LOG2_E
             else:
-                q_tile = tile(q + h * K, b * T + first, H * K, column, key_K)
+                q_tile = tile(q + h * K, b * T + first, heads * K, column, key_K)
                 q_BK = tl.load(q_tile, within_B1, 0.0).to(PRODUCT)
                 s_CB = tl.dot(k_CK, tl.trans(q_BK)) * scale
             if GATE:
@@ -156,15 +155,15 @@ def key_kernel(
                     dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, versions, do,
                     lse_BHS + bh * S, delta_BHS + bh * S, until, total,
                     start_S, lo, tl.minimum(lo + C, end), T, 1.0 * LOG2_E,
-                    q_row, H * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                    q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
                 )  # fmt: skip
         else:
-            queries = q + h * K + (b * T + lo) * H * K
+            queries = q + h * K + (b * T + lo) * heads * K
             dk_CK, dv_CV, column_C, between = _walk_queries(
                 dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, queries, do,
                 lse_BHS + bh * S, delta_BHS + bh * S, until, total,
                 start_S, lo, end, T, scale,
-                q_row, H * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
         if GATE:
             tl.store(columns_2BHS + bh * S + u_C, column_C)
@@ -178,7 +177,7 @@ def key_kernel(
         for r in range(R):
             h = g * R + r
             bh = b * H + h
-            do = do_BTHV + b * T * H * V + h * V
+            do = do_BTHV + b * T * heads * V + h * V
             until, total = lse_BHS, lse_BHS
             after_C = tl.zeros([C], tl.float32)
             between = tl.full([], 0.0, tl.float32)
@@ -196,17 +195,17 @@ def key_kernel(
                     dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, versions, do,
                     lse_BHS + bh * S, delta_BHS + bh * S, until, total,
                     start_S, lo, tl.minimum(lo + span_tiles * C, end), T, 1.0 * LOG2_E,
-                    q_row, H * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                    q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
                 )  # fmt: skip
             if GATE:
                 tl.store(columns_2BHS + plane + bh * S + u_C, column_C)
         dk_tile = tile(dk_far, bg * S + a * C, K, row_C, key_K)
         tl.store(dk_tile, dk_CK.to(dk_far.dtype.element_ty))
     else:
-        dk_tile = tile(dk + g * K, b * T + a * C, G * K, row_C, key_K)
+        dk_tile = tile(dk + g * K, b * T + a * C, groups * K, row_C, key_K)
         # The walk's scale is in units of log 2.
         tl.store(dk_tile, (dk_CK * (scale / LOG2_E)).to(dk.dtype.element_ty), inside_C1)
-    dv_tile = tile(dv_BTGV + g * V, b * T + a * C, G * V, row_C, value_V)
+    dv_tile = tile(dv_BTGV + g * V, b * T + a * C, groups * V, row_C, value_V)
     tl.store(dv_tile, dv_CV.to(dv_BTGV.dtype.element_ty), inside_C1)
 
 
@@ -231,8 +230,8 @@ def _walk_queries(
     hi,
     T,
     scale,
-    q_row: tl.constexpr,
-    do_row: tl.constexpr,
+    q_row,
+    do_row,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -293,8 +292,9 @@ def query_kernel(
     span_tiles,
     lags,
     plane,
-    H: tl.constexpr,
-    G: tl.constexpr,
+    heads,
+    H,
+    R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -312,32 +312,32 @@ def query_kernel(
     a = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
-    g = h // (H // G)
+    g, G, groups = h // R, H // R, heads // R
     row_C = tl.arange(0, C)
     column = tl.arange(0, BLOCK)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, V)
     t_C = a * C + row_C
     inside_C1 = (t_C < T)[:, None]
-    v = v_BTGV + b * T * G * V + g * V
+    v = v_BTGV + b * T * groups * V + g * V
     start_C = t_C * 0
     if DOCUMENTS:
         start_C = tl.load(start_S + t_C)
     until_C = tl.zeros([C], tl.float32)
     if GATE:
         until_C = tl.load(gates + bh * S + t_C)
-    do_tile = tile(do_BTHV + h * V, b * T + a * C, H * V, row_C, value_V)
+    do_tile = tile(do_BTHV + h * V, b * T + a * C, heads * V, row_C, value_V)
     do_CV = tl.load(do_tile, inside_C1, 0.0).to(PRODUCT)
     lse_C = tl.load(lse_BHS + bh * S + t_C) * LOG2_E
     delta_C = tl.load(delta_BHS + bh * S + t_C)
     if MAPS:
         keys = k + (b * G + g) * S * K
-        k_row: tl.constexpr = K
+        k_row = K
         q_CK = tl.zeros([C, K], PRODUCT)
     else:
-        keys = k + b * T * G * K + g * K
-        k_row: tl.constexpr = G * K
-        q_tile = tile(q + h * K, b * T + a * C, H * K, row_C, key_K)
+        keys = k + b * T * groups * K + g * K
+        k_row = groups * K
+        q_tile = tile(q + h * K, b * T + a * C, heads * K, row_C, key_K)
         q_CK = tl.load(q_tile, inside_C1, 0.0).to(PRODUCT)
     dq_CK = tl.zeros([C, K], tl.float32)
     sum_C = tl.zeros([C], tl.float32)
@@ -345,7 +345,7 @@ def query_kernel(
         first = (a * C + i * BLOCK).to(tl.int64)
         u_B = first + column
         within_B1 = (u_B < T)[:, None]
-        v_BV = tl.load(tile(v, first, G * V, column, value_V), within_B1, 0.0).to(PRODUCT)
+        v_BV = tl.load(tile(v, first, groups * V, column, value_V), within_B1, 0.0).to(PRODUCT)
         if MAPS:
             pair = tile(logits + i * BLOCK, bh * S + a * C, C, row_C, column)
             s_CB = tl.load(pair).to(tl.float32) * LOG2_E
@@ -382,7 +382,7 @@ def query_kernel(
                 tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),
                 do_CV, lse_C, delta_C, until_C, start_C, keys, v, after, total,
                 tl.maximum(hi - C, low), hi, 1.0 * LOG2_E,
-                k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
             tl.store(tile(dq_near, own, K, row_C, key_K), dq_CK.to(dq_near.dtype.element_ty))
         keys = k_far + (b * G + g) * S * K
@@ -394,16 +394,16 @@ def query_kernel(
                 tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),
                 do_CV, lse_C, delta_C, until_C, start_C, keys, v, after, total,
                 tl.maximum(hi - span_tiles * C, low), hi, 1.0 * LOG2_E,
-                k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
             tl.store(tile(dq_far, own, K, row_C, key_K), dq_CK.to(dq_far.dtype.element_ty))
     else:
         dq_CK, sum_C, between = _walk_keys(
             dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, until_C, start_C,
             keys, v, after, total, low, a * C, scale,
-            k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+            k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
         )  # fmt: skip
-        dq_tile = tile(dq + h * K, b * T + a * C, H * K, row_C, key_K)
+        dq_tile = tile(dq + h * K, b * T + a * C, heads * K, row_C, key_K)
         tl.store(dq_tile, (dq_CK * (scale / LOG2_E)).to(dq.dtype.element_ty), inside_C1)
     if GATE:
         tl.store(rows_BHS + bh * S + t_C, sum_C)
@@ -427,8 +427,8 @@ def _walk_keys(
     lo,
     hi,
     scale,
-    k_row: tl.constexpr,
-    v_row: tl.constexpr,
+    k_row,
+    v_row,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,

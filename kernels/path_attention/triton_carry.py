@@ -39,7 +39,7 @@ WARPS = {
     "map row gradient": 8,
 }
 FINE, LOW = (tl.float32, tl.float32) if INTERPRETED else (tl.float16, tl.bfloat16)
-"""What bounded operands and what gradients are rounded to, which the interpreter cannot multiply."""
+"""What bounded operands and gradients are rounded to; the interpreter cannot multiply it."""
 
 
 @dataclass
@@ -88,7 +88,9 @@ class CarriedGradients:
             torch.empty_like(x) for x in (carried.q_near, carried.q_far, carried.k, carried.k_far)
         )
         logits = torch.empty_like(carried.logits, dtype=k.dtype)
-        return CarriedGradients(q_near, q_far, torch.empty_like(k, dtype=torch.float32), k_far, logits)
+        return CarriedGradients(
+            q_near, q_far, torch.empty_like(k, dtype=torch.float32), k_far, logits
+        )
 
 
 def workspace_bytes(layout: Layout, K: int, shared: int) -> int:
@@ -132,22 +134,23 @@ def carry(
     )
     x = carried
     k_exact, maps_rest = torch.empty_like(x.Y), torch.empty_like(x.maps)
-    shape, launch = {"G": G, "K": K, "C": C, "DOCUMENTS": start_S is not None}, {"num_stages": 1}
+    options = {"K": K, "C": C, "DOCUMENTS": start_S is not None, "num_stages": 1}
+    of_keys = T, S, layout.heads // (H // G), G
     inverse_kernel[(N, B * G)](
-        w_BTGK, beta_BTG, start_S, x.L, T, S, **shape, num_warps=WARPS["inverse"], **launch
+        w_BTGK, beta_BTG, start_S, x.L, *of_keys, num_warps=WARPS["inverse"], **options
     )
     solve_kernel[(N, B * G)](
-        k_BTGK, w_BTGK, beta_BTG, start_S, x.L, x.XT, x.Y, x.k, k_exact, x.maps, maps_rest, T, S,
-        **shape, FINE=FINE, num_warps=WARPS["solve"], **launch,
+        k_BTGK, w_BTGK, beta_BTG, start_S, x.L, x.XT, x.Y, x.k, k_exact, x.maps, maps_rest,
+        *of_keys, FINE=FINE, num_warps=WARPS["solve"], **options,
     )  # fmt: skip
     span_kernel[(spans, B * G)](
         x.maps, maps_rest, k_exact, x.to_end, x.span_maps, x.k_far, S, span,
-        K=K, C=C, FINE=FINE, num_warps=WARPS["span"], **launch,
+        K=K, C=C, FINE=FINE, num_warps=WARPS["span"], num_stages=1,
     )  # fmt: skip
     version_kernel[(N, B * H)](
         q_BTHK, k_BTGK, w_BTGK, start_S, x.XT, x.Y, x.maps, x.span_maps, x.logits, x.q_near,
-        x.q_far, scale, T, S, span, lags,
-        **shape, H=H, FINE=FINE, PRODUCT=LOW, STAGES=2, num_warps=WARPS["version"], **launch,
+        x.q_far, scale, T, S, layout.heads, H, span, lags,
+        R=H // G, FINE=FINE, PRODUCT=LOW, STAGES=2, num_warps=WARPS["version"], **options,
     )  # fmt: skip
     return carried
 
@@ -161,8 +164,12 @@ def carry_gradients(
     layout: Layout,
     carried: Carried,
     gradients: CarriedGradients,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of q, k, w and beta. `gradients` is overwritten."""
+    dq: Tensor,
+    dk: Tensor,
+    dw: Tensor,
+    dbeta: Tensor,
+) -> None:
+    """Writes dq to dbeta, laid out like q to beta. `gradients` is overwritten."""
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     S, C, span, lags, start_S = (
         layout.S,
@@ -173,14 +180,14 @@ def carry_gradients(
     )
     N, spans = S // C, S // (C * span)
     x, d = carried, gradients
-    dq, dk, dw, dbeta = (torch.empty_like(y) for y in (q_BTHK, k_BTGK, w_BTGK, beta_BTG))
-    shape, launch = {"G": G, "K": K, "C": C, "DOCUMENTS": start_S is not None}, {"num_stages": 1}
+    options = {"K": K, "C": C, "DOCUMENTS": start_S is not None, "num_stages": 1}
+    of_queries, shared = (T, S, layout.heads, H), {"R": H // G, "LOW": LOW}
     M, dM = torch.empty_like(d.logits), torch.empty_like(d.logits)
     dq_carried = q_BTHK.new_empty(B, H, S, K)
     version_gradient_kernel[(N, B * H)](
         q_BTHK, k_BTGK, w_BTGK, start_S, x.XT, x.Y, x.maps, x.span_maps, d.logits, d.q_near,
-        d.q_far, dq, M, dM, dq_carried, scale, T, S, span, lags,
-        **shape, H=H, LOW=LOW, STAGES=2, num_warps=WARPS["version gradient"], **launch,
+        d.q_far, dq, M, dM, dq_carried, scale, *of_queries, span, lags,
+        **shared, STAGES=2, num_warps=WARPS["version gradient"], **options,
     )  # fmt: skip
     dmaps, dspan_maps = (torch.empty_like(y, dtype=dq.dtype) for y in (x.maps, x.span_maps))
     for versions, dversions, out, grid, blocks, tiles, reached in (
@@ -188,23 +195,22 @@ def carry_gradients(
         (x.q_far, d.q_far, dspan_maps, spans, spans, span, lags),
     ):
         map_gradient_kernel[(grid, B * G)](
-            layout.end_S, versions, dversions, out, blocks, tiles, reached,
-            **shape, H=H, STAGES=3, num_warps=WARPS["map gradient"], **launch,
+            layout.end_S, versions, dversions, out, H, blocks, tiles, reached,
+            R=H // G, STAGES=3, num_warps=WARPS["map gradient"], **options,
         )  # fmt: skip
     span_gradient_kernel[(spans, B * G)](
         x.maps, x.to_end, x.k, d.k_far, dspan_maps, d.k, dmaps, S, span,
-        K=K, C=C, LOW=LOW, num_warps=WARPS["span gradient"], **launch,
+        K=K, C=C, LOW=LOW, num_warps=WARPS["span gradient"], num_stages=1,
     )  # fmt: skip
     dX, dB = (torch.empty_like(x.XT, dtype=dq.dtype) for _ in range(2))
     dY = torch.empty_like(x.k)
     key_gradient_kernel[(N, B * G)](
         q_BTHK, k_BTGK, w_BTGK, beta_BTG, start_S, x.L, M, dq_carried, d.logits, d.k, dmaps, dX, dY,
-        dB, dk, scale, T, S,
-        **shape, H=H, LOW=LOW, num_warps=WARPS["key gradient"], **launch,
+        dB, dk, scale, *of_queries,
+        **shared, num_warps=WARPS["key gradient"], **options,
     )  # fmt: skip
     map_row_gradient_kernel[(N, B * G)](
         q_BTHK, k_BTGK, w_BTGK, beta_BTG, start_S, x.L, x.XT, x.Y, dM, d.k, dmaps, dX, dY, dB, dw,
-        dbeta, T, S,
-        **shape, H=H, LOW=LOW, num_warps=WARPS["map row gradient"], **launch,
+        dbeta, *of_queries,
+        **shared, num_warps=WARPS["map row gradient"], **options,
     )  # fmt: skip
-    return dq, dk, dw, dbeta

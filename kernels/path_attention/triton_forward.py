@@ -17,8 +17,9 @@ from mixtron.kernels.triton_tools import tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-VARYING = ("T", "span_tiles", "lags")
-"""Of which no value is worth a compilation of its own."""
+VARYING = ("T", "span_tiles", "lags", "heads", "H")
+"""Of which no value is worth a compilation of its own. q, o and log-sum-exps have `heads` heads a
+row, k and v heads / R; H and H / R of them are taken."""
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -41,8 +42,9 @@ def forward_kernel(
     span_tiles,
     lags,
     plane,
-    H: tl.constexpr,
-    G: tl.constexpr,
+    heads,
+    H,
+    R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -63,14 +65,14 @@ def forward_kernel(
     a = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
-    g = h // (H // G)
+    g, G, groups = h // R, H // R, heads // R
     row_C = tl.arange(0, C)
     column = tl.arange(0, BLOCK)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, V)
     t_C = a * C + row_C
     inside_C = t_C < T
-    v = v_BTGV + b * T * G * V + g * V
+    v = v_BTGV + b * T * groups * V + g * V
     start_C = t_C * 0
     if DOCUMENTS:
         start_C = tl.load(start_S + t_C)
@@ -80,12 +82,12 @@ def forward_kernel(
 
     if MAPS:
         keys = k + (b * G + g) * S * K
-        k_row: tl.constexpr = K
+        k_row = K
         q_CK = tl.zeros([C, K], PRODUCT)
     else:
-        keys = k + b * T * G * K + g * K
-        k_row: tl.constexpr = G * K
-        q_tile = tile(q + h * K, b * T + a * C, H * K, row_C, key_K)
+        keys = k + b * T * groups * K + g * K
+        k_row = groups * K
+        q_tile = tile(q + h * K, b * T + a * C, heads * K, row_C, key_K)
         q_CK = tl.load(q_tile, inside_C[:, None], 0.0).to(PRODUCT)
     # Not -inf: a row may have no key in the first block.
     top_C = tl.full([C], -1e30, tl.float32)
@@ -105,7 +107,7 @@ def forward_kernel(
             s_CB += until_C[:, None] - tl.load(gates + bh * S + u_B)[None, :]
         seen_CB = (u_B[None, :] <= t_C[:, None]) & (u_B[None, :] >= start_C[:, None])
         s_CB = tl.where(seen_CB, s_CB, float("-inf"))
-        v_BV = tl.load(tile(v, first, G * V, column, value_V), within_B1, 0.0).to(PRODUCT)
+        v_BV = tl.load(tile(v, first, groups * V, column, value_V), within_B1, 0.0).to(PRODUCT)
         acc_CV, top_C, sum_C = _add(acc_CV, top_C, sum_C, s_CB, v_BV)
 
     after, total = lse_BHS, lse_BHS
@@ -124,7 +126,7 @@ def forward_kernel(
             acc_CV, top_C, sum_C, between = _walk_keys(
                 acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
                 tl.maximum(hi - C, low), hi, 1.0 * LOG2_E,
-                k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
         keys = k_far + (b * G + g) * S * K
         for i in range(far):
@@ -134,15 +136,15 @@ def forward_kernel(
             acc_CV, top_C, sum_C, between = _walk_keys(
                 acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
                 tl.maximum(hi - span_tiles * C, low), hi, 1.0 * LOG2_E,
-                k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
     else:
         acc_CV, top_C, sum_C, between = _walk_keys(
             acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
             low, a * C, scale,
-            k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+            k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
         )  # fmt: skip
-    o_tile = tile(o_BTHV + h * V, b * T + a * C, H * V, row_C, value_V)
+    o_tile = tile(o_BTHV + h * V, b * T + a * C, heads * V, row_C, value_V)
     o_CV = acc_CV / sum_C[:, None]
     tl.store(o_tile, o_CV.to(o_BTHV.dtype.element_ty), inside_C[:, None])
     tl.store(lse_BHS + bh * S + t_C, top_C * LN_2 + tl.log(sum_C))
@@ -164,8 +166,8 @@ def _walk_keys(
     lo,
     hi,
     scale,
-    k_row: tl.constexpr,
-    v_row: tl.constexpr,
+    k_row,
+    v_row,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,

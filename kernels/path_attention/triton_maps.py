@@ -18,7 +18,7 @@ import triton.language as tl
 from mixtron.kernels.path_attention.triton_tiles import pairs
 from mixtron.kernels.triton_tools import tile
 
-VARYING = ("T", "span_tiles", "lags", "blocks", "length", "tiles", "count")
+VARYING = ("T", "heads", "H", "span_tiles", "lags", "blocks", "tiles")
 """Of which no value is worth a compilation of its own."""
 
 
@@ -87,24 +87,25 @@ def span_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def version_kernel(
-    q, k, w, start_S, XT, Y, maps, span_maps, logits, q_near, q_far, scale, T, S, span_tiles, lags,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr,
-    PRODUCT: tl.constexpr, DOCUMENTS: tl.constexpr, STAGES: tl.constexpr,
+    q, k, w, start_S, XT, Y, maps, span_maps, logits, q_near, q_far, scale, T, S,
+    heads, H, span_tiles, lags,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, PRODUCT: tl.constexpr,
+    DOCUMENTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of one query head its logits inside the tile, and its versions."""
     # The last tiles have most versions: they start first.
     a = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
-    g = h // (H // G)
+    g, G, groups = h // R, H // R, heads // R
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     inside_C1 = (a * C + row_C < T)[:, None]
     first, own, shared = b * T + a * C, bh * S + a * C, (b * G + g) * S + a * C
-    q_CK = tl.load(tile(q + h * K, first, H * K, row_C, key_K), inside_C1, 0.0)
-    w_CK = tl.load(tile(w + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(FINE)
+    q_CK = tl.load(tile(q + h * K, first, heads * K, row_C, key_K), inside_C1, 0.0)
+    w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(FINE)
     M_CC = tl.dot(q_CK.to(FINE), tl.trans(w_CK))
     M_CC = tl.where(pairs(start_S, a * C, C, DOCUMENTS), M_CC, 0.0).to(FINE)
-    k_CK = tl.load(tile(k + g * K, first, G * K, row_C, key_K), inside_C1, 0.0)
+    k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0)
     logits_CC = tl.dot(q_CK.to(PRODUCT), tl.trans(k_CK.to(PRODUCT)))
     logits_CC -= tl.dot(M_CC, tl.trans(tl.load(tile(XT, shared, C, row_C, row_C))))
     tl.store(tile(logits, own, C, row_C, row_C), (logits_CC * scale).to(FINE))
@@ -130,17 +131,17 @@ def version_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def version_gradient_kernel(
     q, k, w, start_S, XT, Y, maps, span_maps, dlogits, dq_near, dq_far, dq, M, dM, dq_carried,
-    scale, T, S, span_tiles, lags,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr, STAGES: tl.constexpr,
+    scale, T, S, heads, H, span_tiles, lags,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of queries; scaled M and dM for what its key/value head gathers, and
-    the gradient of the queries at the tile's left edge. The gradient of v_{b-1} through later steps takes the place
-    of version b's own."""
+    the gradient of the queries at the tile's left edge. The gradient of v_{b-1} through later steps
+    takes the place of version b's own."""
     a = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
-    g = h // (H // G)
+    g, G, groups = h // R, H // R, heads // R
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
     near_row, far_row = last_versions(bh, a, S, span_tiles, lags, C)
@@ -172,26 +173,26 @@ def version_gradient_kernel(
     XT_CC = tl.load(tile(XT, shared, C, row_C, row_C)).to(LOW)
     dM_CC = tl.where(seen_CC, -tl.dot(dlogits_CC, XT_CC, dM_CC), 0.0)
     tl.store(tile(dM, own, C, row_C, row_C), (dM_CC * scale).to(LOW))
-    k_CK = tl.load(tile(k + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
     dv_CK = tl.dot(dlogits_CC, k_CK, dv_CK)
-    w_CK = tl.load(tile(w + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
     dv_CK = tl.dot(dM_CC.to(LOW), w_CK, dv_CK) * scale
-    dq_tile = tile(dq + h * K, first, H * K, row_C, key_K)
+    dq_tile = tile(dq + h * K, first, heads * K, row_C, key_K)
     tl.store(dq_tile, dv_CK.to(dq.dtype.element_ty), inside_C1)
-    q_CK = tl.load(tile(q + h * K, first, H * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    q_CK = tl.load(tile(q + h * K, first, heads * K, row_C, key_K), inside_C1, 0.0).to(LOW)
     M_CC = tl.where(seen_CC, tl.dot(q_CK, tl.trans(w_CK)), 0.0) * scale
     tl.store(tile(M, own, C, row_C, row_C), M_CC.to(LOW))
 
 
 @triton.jit(do_not_specialize=VARYING)
 def map_gradient_kernel(
-    end_S, versions, dversions, dmaps, blocks, tiles, lags,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr,
+    end_S, versions, dversions, dmaps, H, blocks, tiles, lags,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """dP_b = sum over later blocks t of v_b^T dv_{b-1}, over all their tiles and the query heads
     that share it. A sequence has so many blocks, of so many tiles each."""
-    R: tl.constexpr = H // G
+    G = H // R
     b = tl.program_id(0) % blocks
     sequence = tl.program_id(0) // blocks
     sequences = tl.num_programs(0) // blocks

@@ -4,7 +4,7 @@ they return."""
 # Launches take keywords that the kernels' signatures do not have.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -78,20 +78,11 @@ class _Attention(torch.autograd.Function):
         # Not the contiguous copies are kept, but what they are copies of: the layer keeps it too.
         inputs = Inputs(q, k, v, w, beta, log_forget).contiguous()
         layout = inputs.layout(cu_seqlens, max_seqlen)
-        parts = pieces(inputs, layout)
-        if len(parts) > 1:
-            o_BTHV, lse_BHS = q.new_empty(*q.shape[:3], v.shape[3]), _rows(q, layout)
-        for rows, groups in parts:
-            part = inputs.part(rows, groups)
-            carried = None
-            if w is not None:
-                carried = carry(*part.carried(), scale, layout)
-            found = attend(part, carried, layout, scale)
-            if len(parts) == 1:
-                o_BTHV, lse_BHS = found
-            else:
-                heads = inputs.heads_of(groups)
-                o_BTHV[rows, :, heads], lse_BHS[rows, heads] = found
+        o_BTHV, lse_BHS = q.new_empty(*q.shape[:3], v.shape[3]), _rows(q, layout)
+        for rows, groups in pieces(inputs, layout):
+            part, heads = inputs.part(rows, groups), inputs.heads_of(groups)
+            carried = None if w is None else carry(*part.carried(), scale, layout)
+            attend(part, carried, o_BTHV[rows, :, heads], lse_BHS[rows, heads], layout, scale)
         ctx.save_for_backward(q, k, v, w, beta, log_forget, o_BTHV, lse_BHS, cu_seqlens)
         ctx.options = scale, max_seqlen
         return o_BTHV
@@ -107,24 +98,12 @@ class _Attention(torch.autograd.Function):
         delta_kernel[(layout.S // layout.tile, B * H)](
             o_BTHV, do_BTHV, delta_BHS, T, layout.S, H=H, V=V, C=layout.tile
         )
-        parts, gradients = pieces(inputs, layout), None
-        for rows, groups in parts:
+        gradients = inputs.empty()
+        for rows, groups in pieces(inputs, layout):
             heads = inputs.heads_of(groups)
-            do, lse, delta = (
-                x.contiguous()
-                for x in (do_BTHV[rows, :, heads], lse_BHS[rows, heads], delta_BHS[rows, heads])
-            )
-            part = inputs.part(rows, groups)
-            found = attend_backward(part, do, lse, delta, layout, scale)
-            if len(parts) == 1:
-                gradients = found
-                break
-            gradients = gradients or inputs.empty()
-            for name, x in vars(gradients).items():
-                if x is not None:
-                    own = heads if name in ("q", "log_forget") else groups
-                    x[rows, :, own] = getattr(found, name)
-        assert gradients is not None
+            part, found = inputs.part(rows, groups), gradients.part(rows, groups)
+            of_rows = do_BTHV[rows, :, heads], lse_BHS[rows, heads], delta_BHS[rows, heads]
+            attend_backward(part, found, *of_rows, layout, scale)
         return *vars(gradients).values(), None, None, None
 
 
@@ -148,10 +127,11 @@ class Inputs:
         return slice(groups.start * shared, groups.stop * shared)
 
     def part(self, rows: slice, groups: slice) -> "Inputs":
+        """Views."""
         heads = self.heads_of(groups)
         of_heads = (heads, groups, groups, groups, groups, heads)
         taken = zip(vars(self).values(), of_heads, strict=True)
-        return Inputs(*(None if x is None else x[rows, :, h].contiguous() for x, h in taken))
+        return Inputs(*(None if x is None else x[rows, :, h] for x, h in taken))
 
     def carried(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert self.w is not None
@@ -159,8 +139,9 @@ class Inputs:
         return self.q, self.k, self.w, self.beta
 
     def layout(self, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
+        _, T, H, _ = self.q.shape
         tile = launch_plan(self.q.device).tile
-        return layout_of(self.q.shape[1], tile, self.w is not None, cu_seqlens, max_seqlen)
+        return layout_of(T, H, tile, self.w is not None, cu_seqlens, max_seqlen)
 
 
 def _rows(q_BTHK: Tensor, layout: Layout) -> Tensor:
@@ -169,8 +150,8 @@ def _rows(q_BTHK: Tensor, layout: Layout) -> Tensor:
 
 
 def pieces(inputs: Inputs, layout: Layout) -> list[tuple[slice, slice]]:
-    """Rows of the batch and key/value heads that are taken at a time: rows first, of which no copy
-    is needed."""
+    """Rows of the batch and key/value heads that are taken at a time: of several rows all, of
+    one some heads, so that a piece's log-sum-exps are in one piece."""
     B, _, G, _ = inputs.k.shape
     if inputs.w is None:
         return [(slice(0, B), slice(0, G))]
@@ -190,59 +171,55 @@ def _even(count: int, fits: int) -> int:
 
 
 def attend(
-    inputs: Inputs, carried: Carried | None, layout: Layout, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output [B, T, H, V] and log-sum-exp [B, H, S]."""
-    o_BTHV = inputs.q.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
-    lse_BHS = _rows(inputs.q, layout)
+    inputs: Inputs,
+    carried: Carried | None,
+    o_BTHV: Tensor,
+    lse_BHS: Tensor,
+    layout: Layout,
+    scale: float,
+) -> None:
+    """Writes the output and the log-sum-exps of a piece."""
     launch = launch_plan(inputs.q.device).forward
     arguments, options = _common(inputs, carried, layout, launch, scale)
     B, H = lse_BHS.shape[:2]
     forward_kernel[(layout.S // layout.tile, B * H)](
-        *arguments[:9],
-        layout.start_S,
-        o_BTHV,
-        lse_BHS,
-        *arguments[9:],
-        **options,
+        *arguments[:9], layout.start_S, o_BTHV, lse_BHS, *arguments[9:], **options
     )
-    return o_BTHV, lse_BHS
 
 
 def attend_backward(
     inputs: Inputs,
+    found: Inputs,
     do: Tensor,
     lse: Tensor,
     delta: Tensor,
     layout: Layout,
     scale: float,
-) -> Inputs:
-    """The gradients of a piece's inputs."""
+) -> None:
+    """Writes the gradients of a piece's inputs."""
     carried = gradients = None
     if inputs.w is not None:
         carried = carry(*inputs.carried(), scale, layout)
         gradients = CarriedGradients.empty(carried)
-    operands = inputs, carried, gradients, do, lse, delta, layout, scale
-    dk, dv, columns_2BHS = _key_gradients(*operands)
-    dq, rows_BHS = _query_gradients(*operands)
-    found = replace(inputs, q=dq, k=dk, v=dv)
-    if inputs.log_forget is not None and columns_2BHS is not None:
+    operands = inputs, found, carried, gradients, do, lse, delta, layout, scale
+    columns_2BHS = _key_gradients(*operands)
+    rows_BHS = _query_gradients(*operands)
+    if found.log_forget is not None and columns_2BHS is not None:
         ds_BHS = rows_BHS - columns_2BHS.sum(0)
-        found.log_forget = gate_gradient(ds_BHS, inputs.log_forget, layout.start_S, layout.end_S)
-    if carried is not None and gradients is not None:
-        found.q, found.k, found.w, found.beta = carry_gradients(
-            *inputs.carried(), scale, layout, carried, gradients
+        found.log_forget.copy_(
+            gate_gradient(ds_BHS, found.log_forget, layout.start_S, layout.end_S)
         )
-    return found
+    if carried is not None and gradients is not None:
+        carry_gradients(*inputs.carried(), scale, layout, carried, gradients, *found.carried())
 
 
-def _key_gradients(inputs, carried, gradients, do, lse, delta, layout, scale):
+def _key_gradients(inputs, found, carried, gradients, do, lse, delta, layout, scale):
+    """dv and what becomes dk; returns the sums of ds over columns, with maps in two parts."""
     launch = launch_plan(do.device).keys
     arguments, options = _common(inputs, carried, layout, launch, scale)
-    dk, dk_far = torch.empty_like(inputs.k) if carried is None else gradients.k, None
+    dk, dk_far = found.k, None
     if carried is not None:
-        dk_far = gradients.k_far
-    dv = torch.empty_like(inputs.v)
+        dk, dk_far = gradients.k, gradients.k_far
     columns_2BHS = None
     if inputs.log_forget is not None:
         columns_2BHS = lse.new_empty(1 if carried is None else 2, *lse.shape)
@@ -256,20 +233,21 @@ def _key_gradients(inputs, carried, gradients, do, lse, delta, layout, scale):
         delta,
         dk,
         dk_far,
-        dv,
+        found.v,
         columns_2BHS,
         *arguments[9:],
         **options,
     )
-    return dk, dv, columns_2BHS
+    return columns_2BHS
 
 
-def _query_gradients(inputs, carried, gradients, do, lse, delta, layout, scale):
+def _query_gradients(inputs, found, carried, gradients, do, lse, delta, layout, scale):
+    """What becomes dq; returns the sums of ds over rows."""
     launch = launch_plan(do.device).queries
     arguments, options = _common(inputs, carried, layout, launch, scale)
     dq = dq_near = dq_far = dlogits = None
     if carried is None:
-        dq = torch.empty_like(inputs.q)
+        dq = found.q
     else:
         dq_near, dq_far, dlogits = gradients.q_near, gradients.q_far, gradients.logits
     rows_BHS = None if inputs.log_forget is None else torch.empty_like(lse)
@@ -288,7 +266,7 @@ def _query_gradients(inputs, carried, gradients, do, lse, delta, layout, scale):
         *arguments[9:],
         **options,
     )
-    return dq, rows_BHS
+    return rows_BHS
 
 
 def _common(
@@ -306,9 +284,9 @@ def _common(
         queries, keys = (carried.q_near, carried.q_far), (carried.k, carried.k_far)
         operands = [None, *queries, *keys, inputs.v, carried.logits]
     sizes = [scale * LOG2_E, T, layout.S, layout.span, layout.lags, B * H * layout.S]
+    sizes += [layout.heads, H]
     options = {
-        "H": H,
-        "G": G,
+        "R": H // G,
         "K": K,
         "V": V,
         "C": layout.tile,

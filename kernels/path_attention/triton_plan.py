@@ -61,6 +61,8 @@ def launch_plan(device: torch.device) -> Plan:
 class Layout:
     """How the tokens are cut."""
 
+    heads: int
+    """Query heads of a row of the inputs, which pieces of them are views of."""
     tile: int
     span: int
     """Tiles in a span."""
@@ -81,7 +83,7 @@ def span_tiles(tokens: int, C: int) -> int:
 
 
 def layout_of(
-    T: int, C: int, maps: bool, cu_seqlens: Tensor | None, max_seqlen: int | None
+    T: int, heads: int, C: int, maps: bool, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> Layout:
     longest = T if max_seqlen is None else min(max_seqlen, T)
     span = span_tiles(longest, C) if maps else 1
@@ -94,4 +96,4 @@ def layout_of(
         bounds = F.pad(cu_seqlens.long(), (0, 1), value=S)
         document_S = documents(cu_seqlens, S, 0, cu_seqlens.device)
         start_S, end_S = bounds[document_S - 1].int(), bounds[document_S].int()
-    return Layout(C, span, lags, S, start_S, end_S)
+    return Layout(heads, C, span, lags, S, start_S, end_S)

@@ -80,10 +80,15 @@ def gram(w_row, w_column, beta_column, start_row, first_row, first_column, C: tl
     return tl.where(seen_CC, A_CC, 0.0)
 
 
-@triton.jit(do_not_specialize=("T",))
+VARYING = ("T", "heads", "H", "groups", "G")
+"""Of which no value is worth a compilation of its own. Inputs and their gradients have `heads`
+query or `groups` key/value heads a row, of which H and G are taken; R = H / G."""
+
+
+@triton.jit(do_not_specialize=VARYING)
 def inverse_kernel(
-    w, beta, start_S, L, T, S,
-    G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr,
+    w, beta, start_S, L, T, S, groups, G,
+    K: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """L of a tile, from those of its halves: [[L_1, 0], [-L_2 A_21 L_1, L_2]]."""
     HALF: tl.constexpr = C // 2
@@ -95,11 +100,11 @@ def inverse_kernel(
     t2_H = t1_H + HALF
     first, own = b * T + n * C, bg * S + n * C
     w += g * K
-    beta += b * T * G + g
-    w1_HK = tl.load(tile(w, first, G * K, row_H, key_K), (t1_H < T)[:, None], 0.0)
-    w2_HK = tl.load(tile(w, first + HALF, G * K, row_H, key_K), (t2_H < T)[:, None], 0.0)
-    beta1_H = tl.load(beta + t1_H * G, t1_H < T, 0.0)
-    beta2_H = tl.load(beta + t2_H * G, t2_H < T, 0.0)
+    beta += b * T * groups + g
+    w1_HK = tl.load(tile(w, first, groups * K, row_H, key_K), (t1_H < T)[:, None], 0.0)
+    w2_HK = tl.load(tile(w, first + HALF, groups * K, row_H, key_K), (t2_H < T)[:, None], 0.0)
+    beta1_H = tl.load(beta + t1_H * groups, t1_H < T, 0.0)
+    beta2_H = tl.load(beta + t2_H * groups, t2_H < T, 0.0)
     start1_H, start2_H = 0 * t1_H, 0 * t2_H
     if DOCUMENTS:
         start1_H, start2_H = tl.load(start_S + t1_H), tl.load(start_S + t2_H)
@@ -115,10 +120,11 @@ def inverse_kernel(
     tl.store(tile(L, own + HALF, C, row_H, row_H), A_HH)
 
 
-@triton.jit(do_not_specialize=("T",))
+@triton.jit(do_not_specialize=VARYING)
 def solve_kernel(
-    k, w, beta, start_S, L, XT, Y, k_carried, k_exact, maps, maps_rest, T, S,
-    G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, DOCUMENTS: tl.constexpr,
+    k, w, beta, start_S, L, XT, Y, k_carried, k_exact, maps, maps_rest,
+    T, S, groups, G,
+    K: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """X^T, Y and P of a tile, and its keys carried to the right edge (twice: as attention reads
     them, and for another product)."""
@@ -133,10 +139,10 @@ def solve_kernel(
     if DOCUMENTS:
         start_C = tl.load(start_S + t_C)
     later_CC = (t_C[:, None] < t_C[None, :]) & (t_C[:, None] >= start_C[None, :])
-    w_tile, L_tile = tile(w + g * K, first, G * K, row_C, key_K), tile(L, own, C, row_C, row_C)
-    beta_C = tl.load(beta + (b * T + t_C) * G + g, t_C < T, 0.0)
+    w_tile, L_tile = tile(w + g * K, first, groups * K, row_C, key_K), tile(L, own, C, row_C, row_C)
+    beta_C = tl.load(beta + (b * T + t_C) * groups + g, t_C < T, 0.0)
     w_CK = tl.load(w_tile, inside_C1, 0.0).to(FINE)
-    k_CK = tl.load(tile(k + g * K, first, G * K, row_C, key_K), inside_C1, 0.0)
+    k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0)
     BT_CC = tl.where(later_CC, tl.dot(k_CK.to(FINE), tl.trans(w_CK)), 0.0).to(FINE)
     U_CC = (tl.load(L_tile) * beta_C[:, None]).to(FINE)
     XT_CC = tl.dot(BT_CC, tl.trans(U_CC)).to(FINE)
@@ -158,21 +164,21 @@ def solve_kernel(
 
 @triton.jit
 def gathered(
-    left, right, bg, n, T, S,
-    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, E: tl.constexpr, LOW: tl.constexpr,
+    left, right, bg, n, T, S, heads, H,
+    R: tl.constexpr, C: tl.constexpr, E: tl.constexpr, LOW: tl.constexpr,
     NATURAL: tl.constexpr,
 ):  # fmt: skip
     """left^T right of a tile, summed over a key/value head's query heads. left is [B, H, S, C],
     right [B, H, S, E], or [B, T, H, E] where NATURAL."""
-    b, g = bg // G, bg % G
+    b, g = bg // (H // R), bg % (H // R)
     row_C, column_E = tl.arange(0, C), tl.arange(0, E)
     inside_C1 = (n * C + row_C < T)[:, None]
     acc_CE = tl.zeros([C, E], tl.float32)
-    for r in range(H // G):
-        h = g * (H // G) + r
+    for r in range(R):
+        h = g * R + r
         left_CC = tl.load(tile(left, (b * H + h) * S + n * C, C, row_C, row_C))
         if NATURAL:
-            right_tile = tile(right + h * E, b * T + n * C, H * E, row_C, column_E)
+            right_tile = tile(right + h * E, b * T + n * C, heads * E, row_C, column_E)
             right_CE = tl.load(right_tile, inside_C1, 0.0).to(LOW)
         else:
             right_CE = tl.load(tile(right, (b * H + h) * S + n * C, E, row_C, column_E))
@@ -180,51 +186,54 @@ def gathered(
     return acc_CE
 
 
-@triton.jit(do_not_specialize=("T",))
+@triton.jit(do_not_specialize=VARYING)
 def key_gradient_kernel(
     q, k, w, beta, start_S, L, M, dq_carried, dlogits, dk_carried, dmaps, dX, dY, dB, dk,
-    scale, T, S,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
+    scale, T, S, heads, H,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """A tile's dk, dX, dB and dY."""
     n = tl.program_id(0)
     bg = tl.program_id(1).to(tl.int64)
+    G, groups = H // R, heads // R
     b, g = bg // G, bg % G
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     t_C = n * C + row_C
     inside_C1 = (t_C < T)[:, None]
     first, own = b * T + n * C, bg * S + n * C
     below_CC = pairs(start_S, n * C, C, DOCUMENTS) & (row_C[:, None] > row_C[None, :])
-    w_CK = tl.load(tile(w + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    dY_CK = gathered(M, dq_carried, bg, n, T, S, H, G, C, K, LOW, False)
+    w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    dY_CK = gathered(M, dq_carried, bg, n, T, S, heads, H, R, C, K, LOW, False)
     dP_KK = tl.load(tile(dmaps, (bg * (S // C) + n) * K, K, key_K, key_K))
     dY_CK = tl.dot(w_CK, dP_KK, dY_CK)
     tl.store(tile(dY, own, K, row_C, key_K), (-dY_CK).to(LOW))
     dkc_tile = tile(dk_carried, own, K, row_C, key_K)
-    dX_CC = gathered(M, dlogits, bg, n, T, S, H, G, C, C, LOW, False)
+    dX_CC = gathered(M, dlogits, bg, n, T, S, heads, H, R, C, C, LOW, False)
     dX_CC = tl.dot(w_CK, tl.trans(tl.load(dkc_tile).to(LOW)), dX_CC)
     dX_CC = (-dX_CC).to(LOW)
     tl.store(tile(dX, own, C, row_C, row_C), dX_CC)
-    beta_C = tl.load(beta + (b * T + t_C) * G + g, t_C < T, 0.0)
+    beta_C = tl.load(beta + (b * T + t_C) * groups + g, t_C < T, 0.0)
     U_CC = (tl.load(tile(L, own, C, row_C, row_C)) * beta_C[:, None]).to(LOW)
     dB_CC = tl.where(below_CC, tl.dot(tl.trans(U_CC), dX_CC), 0.0).to(LOW)
     tl.store(tile(dB, own, C, row_C, row_C), dB_CC)
-    dk_CK = gathered(dlogits, q, bg, n, T, S, H, G, C, K, LOW, True)
+    dk_CK = gathered(dlogits, q, bg, n, T, S, heads, H, R, C, K, LOW, True)
     dk_CK = tl.dot(tl.trans(dB_CC), w_CK, dk_CK * scale + tl.load(dkc_tile))
-    dk_tile = tile(dk + g * K, first, G * K, row_C, key_K)
+    dk_tile = tile(dk + g * K, first, groups * K, row_C, key_K)
     tl.store(dk_tile, dk_CK.to(dk.dtype.element_ty), inside_C1)
 
 
-@triton.jit(do_not_specialize=("T",))
+@triton.jit(do_not_specialize=VARYING)
 def map_row_gradient_kernel(
     q, k, w, beta, start_S, L, XT, Y, dM, dk_carried, dmaps, dX, dY, dB, dw, dbeta, T, S,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
+    heads, H,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """A tile's dw and dbeta."""
     n = tl.program_id(0)
     bg = tl.program_id(1).to(tl.int64)
+    G, groups = H // R, heads // R
     b, g = bg // G, bg % G
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     t_C = n * C + row_C
@@ -232,12 +241,12 @@ def map_row_gradient_kernel(
     first, own = b * T + n * C, bg * S + n * C
     below_CC = pairs(start_S, n * C, C, DOCUMENTS) & (row_C[:, None] > row_C[None, :])
     w_tile, k_tile = (
-        tile(w + g * K, first, G * K, row_C, key_K),
-        tile(k + g * K, first, G * K, row_C, key_K),
+        tile(w + g * K, first, groups * K, row_C, key_K),
+        tile(k + g * K, first, groups * K, row_C, key_K),
     )
     L_tile, dY_tile = tile(L, own, C, row_C, row_C), tile(dY, own, K, row_C, key_K)
     w_CK = tl.load(w_tile, inside_C1, 0.0).to(LOW)
-    beta_C = tl.load(beta + (b * T + t_C) * G + g, t_C < T, 0.0)
+    beta_C = tl.load(beta + (b * T + t_C) * groups + g, t_C < T, 0.0)
     k_CK = tl.load(k_tile, inside_C1, 0.0).to(LOW)
     B_CC = tl.where(below_CC, tl.dot(w_CK, tl.trans(k_CK)), 0.0).to(LOW)
     dU_CC = tl.dot(tl.load(tile(dX, own, C, row_C, row_C)), tl.trans(B_CC))
@@ -249,12 +258,12 @@ def map_row_gradient_kernel(
     dA_CC = tl.dot(tl.trans(L_CC), (dU_CC * beta_C[:, None]).to(LOW)).to(LOW)
     dA_CC = tl.where(below_CC, -tl.dot(dA_CC, tl.trans(L_CC)), 0.0)
     dbeta_C += tl.sum(dA_CC * tl.dot(w_CK, tl.trans(w_CK)), 0)
-    tl.store(dbeta + (b * T + t_C) * G + g, dbeta_C, t_C < T)
+    tl.store(dbeta + (b * T + t_C) * groups + g, dbeta_C, t_C < T)
     dA_CC = (dA_CC * beta_C[None, :]).to(LOW)
     # Read once more, rather than held all along.
     w_CK = tl.load(w_tile, inside_C1, 0.0).to(LOW)
     U_CC = (tl.load(L_tile) * beta_C[:, None]).to(LOW)
-    dw_CK = gathered(dM, q, bg, n, T, S, H, G, C, K, LOW, True)
+    dw_CK = gathered(dM, q, bg, n, T, S, heads, H, R, C, K, LOW, True)
     dw_CK = tl.dot(dA_CC, w_CK, dw_CK)
     dw_CK = tl.dot(tl.trans(dA_CC), w_CK, dw_CK)
     k_CK = tl.load(k_tile, inside_C1, 0.0).to(LOW)
@@ -266,4 +275,4 @@ def map_row_gradient_kernel(
     Y_CK = (-tl.load(tile(Y, own, K, row_C, key_K))).to(LOW)
     dP_KK = tl.load(tile(dmaps, (bg * (S // C) + n) * K, K, key_K, key_K))
     dw_CK = tl.dot(Y_CK, tl.trans(dP_KK), dw_CK)
-    tl.store(tile(dw + g * K, first, G * K, row_C, key_K), dw_CK, inside_C1)
+    tl.store(tile(dw + g * K, first, groups * K, row_C, key_K), dw_CK, inside_C1)
