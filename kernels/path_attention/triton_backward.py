@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from mixtron.kernels.path_attention.triton_forward import LOG2_E, VARYING
-from mixtron.kernels.path_attention.triton_maps import last_versions, reach, row_of_pairs
+from mixtron.kernels.path_attention.triton_maps import far_row, near_row, reach
 from mixtron.kernels.triton_tools import tile
 
 
@@ -142,29 +142,20 @@ def key_kernel(
             if not MAPS:
                 dk_CK = tl.dot(ds_CB.to(PRODUCT), q_BK, dk_CK)
         lo = (a + 1) * C
+        hi = end
         between = tl.full([], 0.0, tl.float32)
         if MAPS:
-            span, u = a // span_tiles, a % span_tiles
-            pairs = span_tiles * (span_tiles - 1) // 2
-            spans = S // (span_tiles * C)
-            version = (bh * spans + span) * pairs + u
-            for t in range(u + 1, span_tiles):
-                lo = (span * span_tiles + t) * C
-                versions = q_near + (version + t * (t - 1) // 2) * C * K
-                dk_CK, dv_CV, column_C, between = _walk_queries(
-                    dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, versions, do,
-                    lse_BHS + bh * S, delta_BHS + bh * S, until, total,
-                    start_S, lo, tl.minimum(lo + C, end), T, 1.0 * LOG2_E,
-                    q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-                )  # fmt: skip
+            u = a % span_tiles
+            queries = q_near + near_row(bh, a + 1, u, S, span_tiles, C) * K
+            hi = tl.minimum((a // span_tiles + 1) * span_tiles * C, end)
         else:
             queries = q + h * K + (b * T + lo) * heads * K
-            dk_CK, dv_CV, column_C, between = _walk_queries(
-                dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, queries, do,
-                lse_BHS + bh * S, delta_BHS + bh * S, until, total,
-                start_S, lo, end, T, scale,
-                q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-            )  # fmt: skip
+        dk_CK, dv_CV, column_C, between = _walk_queries(
+            dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, queries, do,
+            lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, lo, hi, T,
+            1.0 * LOG2_E if MAPS else scale,
+            q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+        )  # fmt: skip
         if GATE:
             tl.store(columns_2BHS + bh * S + u_C, column_C)
 
@@ -172,8 +163,7 @@ def key_kernel(
         tl.store(tile(dk, bg * S + a * C, K, row_C, key_K), dk_CK)
         dk_CK = tl.zeros([C, K], tl.float32)
         k_CK = tl.load(tile(k_far, bg * S + a * C, K, row_C, key_K)).to(PRODUCT)
-        span, u = a // span_tiles, a % span_tiles
-        spans = S // (span_tiles * C)
+        span = a // span_tiles
         for r in range(R):
             h = g * R + r
             bh = b * H + h
@@ -187,16 +177,15 @@ def key_kernel(
                 for i in range((a + 1) * (C // BLOCK), (span + 1) * span_tiles * (C // BLOCK)):
                     between += tl.load(total + i)
             column_C = tl.zeros([C], tl.float32)
-            for n in range(span + 1, tl.minimum(spans, span + lags + 1)):
-                lo = n * span_tiles * C
-                version = bh * row_of_pairs(spans, lags) + row_of_pairs(n + 1, lags) - n + span
-                versions = q_far + version * span_tiles * C * K
-                dk_CK, dv_CV, column_C, between = _walk_queries(
-                    dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, versions, do,
-                    lse_BHS + bh * S, delta_BHS + bh * S, until, total,
-                    start_S, lo, tl.minimum(lo + span_tiles * C, end), T, 1.0 * LOG2_E,
-                    q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-                )  # fmt: skip
+            lo = (span + 1) * span_tiles * C
+            hi = tl.minimum(lo + lags * span_tiles * C, end)
+            queries = q_far + far_row(bh, (span + 1) * span_tiles, span, S, span_tiles, lags, C) * K
+            dk_CK, dv_CV, column_C, between = _walk_queries(
+                dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, queries, do,
+                lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, lo, hi, T,
+                1.0 * LOG2_E,
+                q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+            )  # fmt: skip
             if GATE:
                 tl.store(columns_2BHS + plane + bh * S + u_C, column_C)
         dk_tile = tile(dk_far, bg * S + a * C, K, row_C, key_K)
@@ -373,10 +362,10 @@ def query_kernel(
     between = tl.full([], 0.0, tl.float32)
     if MAPS:
         near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
-        near_row, far_row = last_versions(bh, a, S, span_tiles, lags, C)
+        span, t = a // span_tiles, a % span_tiles
         for i in range(near):
             hi = (a - i) * C
-            own = near_row - i * C
+            own = near_row(bh, a, t - 1 - i, S, span_tiles, C)
             q_tile = tile(q_near, own, K, row_C, key_K)
             dq_CK, sum_C, between = _walk_keys(
                 tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),
@@ -387,9 +376,9 @@ def query_kernel(
             tl.store(tile(dq_near, own, K, row_C, key_K), dq_CK.to(dq_near.dtype.element_ty))
         keys = k_far + (b * G + g) * S * K
         for i in range(far):
-            own = far_row - i * span_tiles * C
+            own = far_row(bh, a, span - 1 - i, S, span_tiles, lags, C)
             q_tile = tile(q_far, own, K, row_C, key_K)
-            hi = (a // span_tiles - i) * span_tiles * C
+            hi = (span - i) * span_tiles * C
             dq_CK, sum_C, between = _walk_keys(
                 tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),
                 do_CV, lse_C, delta_C, until_C, start_C, keys, v, after, total,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mixtron.kernels.path_attention.triton_maps import (
     map_gradient_kernel,
-    pair_row,
+    pairs_before,
     span_gradient_kernel,
     span_kernel,
     version_gradient_kernel,
@@ -20,6 +20,7 @@ from mixtron.kernels.path_attention.triton_maps import (
 )
 from mixtron.kernels.path_attention.triton_plan import Layout
 from mixtron.kernels.path_attention.triton_tiles import (
+    inverse_gradient_kernel,
     inverse_kernel,
     key_gradient_kernel,
     map_row_gradient_kernel,
@@ -28,7 +29,7 @@ from mixtron.kernels.path_attention.triton_tiles import (
 from mixtron.kernels.triton_tools import INTERPRETED
 
 WARPS = {
-    "inverse": 8,
+    "inverse": 4,
     "solve": 8,
     "span": 8,
     "version": 8,
@@ -36,6 +37,7 @@ WARPS = {
     "map gradient": 8,
     "span gradient": 8,
     "key gradient": 8,
+    "inverse gradient": 8,
     "map row gradient": 8,
 }
 FINE, LOW = (tl.float32, tl.float32) if INTERPRETED else (tl.float16, tl.bfloat16)
@@ -96,7 +98,9 @@ class CarriedGradients:
 def workspace_bytes(layout: Layout, K: int, shared: int) -> int:
     """About what `Carried` and its gradients need, for one key/value head of one row."""
     S, C, span = layout.S, layout.tile, layout.span
-    versions = shared * (S * (span - 1) // 2 + pair_row(S // (C * span), layout.lags) * span * C)
+    spans = S // (C * span)
+    far = pairs_before(spans - 1, spans, layout.lags)
+    versions = shared * (S * (span - 1) // 2 + far * span * C)
     tiles = 4 * C + 2 * 2 * C + 2 * 6 * K + 4 * 2 * K + 2 * 4 * K * K // C
     return 2 * 2 * K * versions + S * (tiles + shared * (2 * 4 * C + 2 * K))
 
@@ -120,8 +124,8 @@ def carry(
 
     low = q_BTHK.dtype
     carried = Carried(
-        q_near=new(H, spans, pair_row(span, span), C, K, dtype=low),
-        q_far=new(H, pair_row(spans, lags), span * C, K, dtype=low),
+        q_near=new(H, spans, span * (span - 1) // 2, C, K, dtype=low),
+        q_far=new(H, pairs_before(spans - 1, spans, lags), span * C, K, dtype=low),
         k=new(G, S, K, dtype=low),
         k_far=new(G, S, K, dtype=low),
         logits=new(H, S, C),
@@ -191,7 +195,7 @@ def carry_gradients(
     )  # fmt: skip
     dmaps, dspan_maps = (torch.empty_like(y, dtype=dq.dtype) for y in (x.maps, x.span_maps))
     for versions, dversions, out, grid, blocks, tiles, reached in (
-        (x.q_near, d.q_near, dmaps, N, span, 1, span),
+        (x.q_near, d.q_near, dmaps, N, span, 1, span - 1),
         (x.q_far, d.q_far, dspan_maps, spans, spans, span, lags),
     ):
         map_gradient_kernel[(grid, B * G)](
@@ -209,8 +213,12 @@ def carry_gradients(
         dB, dk, scale, *of_queries,
         **shared, num_warps=WARPS["key gradient"], **options,
     )  # fmt: skip
+    dA = torch.empty_like(dX)
+    inverse_gradient_kernel[(N, B * G)](
+        k_BTGK, w_BTGK, beta_BTG, start_S, x.L, dX, dY, dA, dbeta,
+        T, S, layout.heads // (H // G), G, LOW=LOW, num_warps=WARPS["inverse gradient"], **options,
+    )  # fmt: skip
     map_row_gradient_kernel[(N, B * G)](
-        q_BTHK, k_BTGK, w_BTGK, beta_BTG, start_S, x.L, x.XT, x.Y, dM, d.k, dmaps, dX, dY, dB, dw,
-        dbeta, *of_queries,
-        **shared, num_warps=WARPS["map row gradient"], **options,
+        q_BTHK, k_BTGK, w_BTGK, beta_BTG, x.L, x.XT, x.Y, dM, d.k, dmaps, dY, dB, dA, dw,
+        *of_queries, **shared, K=K, C=C, num_warps=WARPS["map row gradient"], num_stages=1,
     )  # fmt: skip

@@ -12,7 +12,7 @@ T^2 is FlashAttention, with or without maps.
 import triton
 import triton.language as tl
 
-from mixtron.kernels.path_attention.triton_maps import last_versions, reach
+from mixtron.kernels.path_attention.triton_maps import far_row, near_row, reach
 from mixtron.kernels.triton_tools import tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -119,10 +119,11 @@ def forward_kernel(
     between = tl.full([], 0.0, tl.float32)
     if MAPS:
         near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
-        near_row, far_row = last_versions(bh, a, S, span_tiles, lags, C)
+        span, t = a // span_tiles, a % span_tiles
         for i in range(near):
             hi = (a - i) * C
-            q_CK = tl.load(tile(q_near, near_row - i * C, K, row_C, key_K)).to(PRODUCT)
+            own = near_row(bh, a, t - 1 - i, S, span_tiles, C)
+            q_CK = tl.load(tile(q_near, own, K, row_C, key_K)).to(PRODUCT)
             acc_CV, top_C, sum_C, between = _walk_keys(
                 acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
                 tl.maximum(hi - C, low), hi, 1.0 * LOG2_E,
@@ -130,9 +131,9 @@ def forward_kernel(
             )  # fmt: skip
         keys = k_far + (b * G + g) * S * K
         for i in range(far):
-            q_row = far_row - i * span_tiles * C
-            q_CK = tl.load(tile(q_far, q_row, K, row_C, key_K)).to(PRODUCT)
-            hi = (a // span_tiles - i) * span_tiles * C
+            own = far_row(bh, a, span - 1 - i, S, span_tiles, lags, C)
+            q_CK = tl.load(tile(q_far, own, K, row_C, key_K)).to(PRODUCT)
+            hi = (span - i) * span_tiles * C
             acc_CV, top_C, sum_C, between = _walk_keys(
                 acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
                 tl.maximum(hi - span_tiles * C, low), hi, 1.0 * LOG2_E,

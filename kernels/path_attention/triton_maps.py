@@ -6,7 +6,7 @@ of its span; from the span's left edge the same goes on over the maps of earlier
 made as far as the tile's documents reach.
 
 The pairs t > b of a sequence of blocks, those with t - b <= lags alone, lie in the order (1, 0),
-(2, 0), (2, 1), ...
+(2, 0), ... (2, 1), (3, 1), ...: what meets the keys of a block is in one piece.
 """
 
 # Launches take keywords that the kernels' signatures do not have, and tl.range is for Triton alone.
@@ -22,16 +22,17 @@ VARYING = ("T", "heads", "H", "span_tiles", "lags", "blocks", "tiles")
 """Of which no value is worth a compilation of its own."""
 
 
-def pair_row(t: int, lags: int) -> int:
-    """The number of pairs of blocks before t: where its own begin."""
-    return t * (t - 1) // 2 if t <= lags else lags * (lags + 1) // 2 + (t - lags - 1) * lags
+def pairs_before(b: int, blocks: int, lags: int) -> int:
+    """The number of pairs whose earlier block is before b: where b's own begin. lags < blocks."""
+    fewer = max(0, b - (blocks - 1 - lags))
+    return b * lags - fewer * (fewer - 1) // 2
 
 
 @triton.jit
-def row_of_pairs(t, lags):
-    """`pair_row` on the device."""
-    all_earlier = t * (t - 1) // 2
-    return tl.where(t <= lags, all_earlier, lags * (lags + 1) // 2 + (t - lags - 1) * lags)
+def first_pair(b, blocks, lags):
+    """`pairs_before` on the device."""
+    fewer = tl.maximum(b - (blocks - 1 - lags), 0)
+    return b * lags - fewer * (fewer - 1) // 2
 
 
 @triton.jit
@@ -47,14 +48,20 @@ def reach(start_S, a, span_tiles, lags, C: tl.constexpr, DOCUMENTS: tl.constexpr
 
 
 @triton.jit
-def last_versions(bh, a, S, span_tiles, lags, C: tl.constexpr):
-    """The rows where the versions of tile a begin that meet the tile and the span before; those
-    that meet the one before these lie C, or span_tiles C, rows further up."""
+def near_row(bh, a, u, S, span_tiles, C: tl.constexpr):
+    """Where tile a's version begins that meets tile u of its span."""
     span, t = a // span_tiles, a % span_tiles
+    pairs = span_tiles * (span_tiles - 1) // 2
+    pair = (bh * (S // (span_tiles * C)) + span) * pairs + first_pair(u, span_tiles, span_tiles - 1)
+    return (pair + t - u - 1) * C
+
+
+@triton.jit
+def far_row(bh, a, m, S, span_tiles, lags, C: tl.constexpr):
+    """Where tile a's version begins that meets span m."""
     spans = S // (span_tiles * C)
-    near = (bh * spans + span) * (span_tiles * (span_tiles - 1) // 2) + t * (t - 1) // 2 + t - 1
-    far = bh * row_of_pairs(spans, lags) + row_of_pairs(span + 1, lags) - 1
-    return near * C, (far * span_tiles + t) * C
+    pair = bh * first_pair(spans - 1, spans, lags) + first_pair(m, spans, lags)
+    return ((pair + a // span_tiles - m - 1) * span_tiles + a % span_tiles) * C
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -113,16 +120,18 @@ def version_kernel(
     v_CK = (q_CK.to(tl.float32) - tl.dot(M_CC, Y_CK)) * scale
 
     near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
-    near_row, far_row = last_versions(bh, a, S, span_tiles, lags, C)
+    span, t = a // span_tiles, a % span_tiles
     map_row = ((b * G + g) * (S // C) + a - 1) * K
     for i in tl.range(0, near, num_stages=STAGES):
-        out_tile = tile(q_near, near_row - i * C, K, row_C, key_K)
+        own = near_row(bh, a, t - 1 - i, S, span_tiles, C)
+        out_tile = tile(q_near, own, K, row_C, key_K)
         tl.store(out_tile, v_CK.to(q_near.dtype.element_ty))
         map_KK = tl.load(tile(maps, map_row - i * K, K, key_K, key_K))
         v_CK = tl.dot(v_CK.to(FINE), map_KK)
-    map_row = ((b * G + g) * (S // (span_tiles * C)) + a // span_tiles - 1) * K
+    map_row = ((b * G + g) * (S // (span_tiles * C)) + span - 1) * K
     for i in tl.range(0, far, num_stages=STAGES):
-        out_tile = tile(q_far, far_row - i * span_tiles * C, K, row_C, key_K)
+        own = far_row(bh, a, span - 1 - i, S, span_tiles, lags, C)
+        out_tile = tile(q_far, own, K, row_C, key_K)
         tl.store(out_tile, v_CK.to(q_far.dtype.element_ty))
         map_KK = tl.load(tile(span_maps, map_row - i * K, K, key_K, key_K))
         v_CK = tl.dot(v_CK.to(FINE), map_KK)
@@ -144,20 +153,20 @@ def version_gradient_kernel(
     g, G, groups = h // R, H // R, heads // R
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
-    near_row, far_row = last_versions(bh, a, S, span_tiles, lags, C)
+    span, t = a // span_tiles, a % span_tiles
     dv_CK = tl.zeros([C, K], tl.float32)
-    map_row = ((b * G + g) * (S // (span_tiles * C)) + a // span_tiles - far) * K
-    far_row -= (far - 1) * span_tiles * C
+    map_row = ((b * G + g) * (S // (span_tiles * C)) + span - far) * K
     for i in tl.range(0, far, num_stages=STAGES):
-        own_tile = tile(dq_far, far_row + i * span_tiles * C, K, row_C, key_K)
+        own = far_row(bh, a, span - far + i, S, span_tiles, lags, C)
+        own_tile = tile(dq_far, own, K, row_C, key_K)
         own_CK = tl.load(own_tile).to(tl.float32)
         tl.store(own_tile, dv_CK.to(dq_far.dtype.element_ty))
         map_KK = tl.load(tile(span_maps, map_row + i * K, K, key_K, key_K)).to(LOW)
         dv_CK = tl.dot(dv_CK.to(LOW), tl.trans(map_KK), own_CK)
     map_row = ((b * G + g) * (S // C) + a - near) * K
-    near_row -= (near - 1) * C
     for i in tl.range(0, near, num_stages=STAGES):
-        own_tile = tile(dq_near, near_row + i * C, K, row_C, key_K)
+        own = near_row(bh, a, t - near + i, S, span_tiles, C)
+        own_tile = tile(dq_near, own, K, row_C, key_K)
         own_CK = tl.load(own_tile).to(tl.float32)
         tl.store(own_tile, dv_CK.to(dq_near.dtype.element_ty))
         map_KK = tl.load(tile(maps, map_row + i * K, K, key_K, key_K)).to(LOW)
@@ -203,12 +212,10 @@ def map_gradient_kernel(
         edge = (sequence * blocks + b + 1) * tiles * C
         count = tl.minimum(count, tl.cdiv(tl.load(end_S + edge - 1) - edge, C))
     dmap_KK = tl.zeros([K, K], tl.float32)
+    pairs, own = first_pair(blocks - 1, blocks, lags), first_pair(b, blocks, lags)
     for i in tl.range(0, tl.maximum(count, 0) * R, num_stages=STAGES):
-        t = b + 1 + i // R // tiles
         bh = bg // G * H + bg % G * R + i % R
-        pair = (bh * sequences + sequence) * row_of_pairs(blocks, lags) + row_of_pairs(t, lags)
-        pair += b - tl.maximum(t - lags, 0)
-        row = (pair * tiles + i // R % tiles) * C
+        row = (((bh * sequences + sequence) * pairs + own) * tiles + i // R) * C
         v_CK = tl.load(tile(versions, row, K, row_C, key_K))
         dv_CK = tl.load(tile(dversions, row, K, row_C, key_K))
         dmap_KK = tl.dot(tl.trans(v_CK), dv_CK, dmap_KK)

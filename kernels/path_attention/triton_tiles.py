@@ -224,13 +224,41 @@ def key_gradient_kernel(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def map_row_gradient_kernel(
-    q, k, w, beta, start_S, L, XT, Y, dM, dk_carried, dmaps, dX, dY, dB, dw, dbeta, T, S,
-    heads, H,
-    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
+def inverse_gradient_kernel(
+    k, w, beta, start_S, L, dX, dY, dA, dbeta, T, S, groups, G,
+    K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile's dw and dbeta."""
+    """A tile's dbeta, and that of A diag(beta)^-1: what passes through L."""
+    n = tl.program_id(0)
+    bg = tl.program_id(1).to(tl.int64)
+    b, g = bg // G, bg % G
+    row_C, key_K = tl.arange(0, C), tl.arange(0, K)
+    t_C = n * C + row_C
+    inside_C1 = (t_C < T)[:, None]
+    first, own = b * T + n * C, bg * S + n * C
+    below_CC = pairs(start_S, n * C, C, DOCUMENTS) & (row_C[:, None] > row_C[None, :])
+    w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    B_CC = tl.where(below_CC, tl.dot(w_CK, tl.trans(k_CK)), 0.0).to(LOW)
+    dU_CC = tl.dot(tl.load(tile(dX, own, C, row_C, row_C)), tl.trans(B_CC))
+    dU_CC = tl.dot(tl.load(tile(dY, own, K, row_C, key_K)), tl.trans(w_CK), dU_CC)
+    L_CC = tl.load(tile(L, own, C, row_C, row_C)).to(LOW)
+    beta_C = tl.load(beta + (b * T + t_C) * groups + g, t_C < T, 0.0)
+    dbeta_C = tl.sum(dU_CC * L_CC.to(tl.float32), 1)
+    # Of L = (I + A)^-1: dA = -L^T dL L^T.
+    dA_CC = tl.dot(tl.trans(L_CC), (dU_CC * beta_C[:, None]).to(LOW)).to(LOW)
+    dA_CC = tl.where(below_CC, -tl.dot(dA_CC, tl.trans(L_CC)), 0.0)
+    tl.store(tile(dA, own, C, row_C, row_C), (dA_CC * beta_C[None, :]).to(LOW))
+    dbeta_C += tl.sum(dA_CC * tl.dot(w_CK, tl.trans(w_CK)), 0)
+    tl.store(dbeta + (b * T + t_C) * groups + g, dbeta_C, t_C < T)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def map_row_gradient_kernel(
+    q, k, w, beta, L, XT, Y, dM, dk_carried, dmaps, dY, dB, dA, dw, T, S, heads, H,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """A tile's dw."""
     n = tl.program_id(0)
     bg = tl.program_id(1).to(tl.int64)
     G, groups = H // R, heads // R
@@ -239,36 +267,16 @@ def map_row_gradient_kernel(
     t_C = n * C + row_C
     inside_C1 = (t_C < T)[:, None]
     first, own = b * T + n * C, bg * S + n * C
-    below_CC = pairs(start_S, n * C, C, DOCUMENTS) & (row_C[:, None] > row_C[None, :])
-    w_tile, k_tile = (
-        tile(w + g * K, first, groups * K, row_C, key_K),
-        tile(k + g * K, first, groups * K, row_C, key_K),
-    )
-    L_tile, dY_tile = tile(L, own, C, row_C, row_C), tile(dY, own, K, row_C, key_K)
-    w_CK = tl.load(w_tile, inside_C1, 0.0).to(LOW)
-    beta_C = tl.load(beta + (b * T + t_C) * groups + g, t_C < T, 0.0)
-    k_CK = tl.load(k_tile, inside_C1, 0.0).to(LOW)
-    B_CC = tl.where(below_CC, tl.dot(w_CK, tl.trans(k_CK)), 0.0).to(LOW)
-    dU_CC = tl.dot(tl.load(tile(dX, own, C, row_C, row_C)), tl.trans(B_CC))
-    dU_CC = tl.dot(tl.load(dY_tile), tl.trans(w_CK), dU_CC)
-    L_CC = tl.load(L_tile)
-    dbeta_C = tl.sum(dU_CC * L_CC, 1)
-    L_CC = L_CC.to(LOW)
-    # Of L = (I + A)^-1: dA = -L^T dL L^T.
-    dA_CC = tl.dot(tl.trans(L_CC), (dU_CC * beta_C[:, None]).to(LOW)).to(LOW)
-    dA_CC = tl.where(below_CC, -tl.dot(dA_CC, tl.trans(L_CC)), 0.0)
-    dbeta_C += tl.sum(dA_CC * tl.dot(w_CK, tl.trans(w_CK)), 0)
-    tl.store(dbeta + (b * T + t_C) * groups + g, dbeta_C, t_C < T)
-    dA_CC = (dA_CC * beta_C[None, :]).to(LOW)
-    # Read once more, rather than held all along.
-    w_CK = tl.load(w_tile, inside_C1, 0.0).to(LOW)
-    U_CC = (tl.load(L_tile) * beta_C[:, None]).to(LOW)
     dw_CK = gathered(dM, q, bg, n, T, S, heads, H, R, C, K, LOW, True)
+    w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    dA_CC = tl.load(tile(dA, own, C, row_C, row_C))
     dw_CK = tl.dot(dA_CC, w_CK, dw_CK)
     dw_CK = tl.dot(tl.trans(dA_CC), w_CK, dw_CK)
-    k_CK = tl.load(k_tile, inside_C1, 0.0).to(LOW)
+    k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
     dw_CK = tl.dot(tl.load(tile(dB, own, C, row_C, row_C)), k_CK, dw_CK)
-    dw_CK = tl.dot(tl.trans(U_CC), tl.load(dY_tile), dw_CK)
+    beta_C = tl.load(beta + (b * T + t_C) * groups + g, t_C < T, 0.0)
+    U_CC = (tl.load(tile(L, own, C, row_C, row_C)) * beta_C[:, None]).to(LOW)
+    dw_CK = tl.dot(tl.trans(U_CC), tl.load(tile(dY, own, K, row_C, key_K)), dw_CK)
     XT_CC = (-tl.load(tile(XT, own, C, row_C, row_C))).to(LOW)
     dkc_CK = tl.load(tile(dk_carried, own, K, row_C, key_K)).to(LOW)
     dw_CK = tl.dot(tl.trans(XT_CC), dkc_CK, dw_CK)
