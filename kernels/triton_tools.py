@@ -54,7 +54,7 @@ def product_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 @triton.jit
-def tile(base, first_row, row_stride: tl.constexpr, row_C, column_E):
+def tile(base, first_row, row_stride, row_C, column_E):
     """Pointers to rows first_row (int64) + row_C and columns column_E of a matrix."""
     return base + first_row * row_stride + (row_C[:, None] * row_stride + column_E[None, :])
 

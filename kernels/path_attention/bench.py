@@ -171,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=128, help="head size")
     parser.add_argument("--sweep", action="store_true", help="time launches instead")
-    parser.add_argument("--profile", action="store_true", help="where PaTH-FoX's time goes instead")
+    parser.add_argument("--profile", choices=FORMS, help="where a form's time goes instead")
     parser.add_argument("--longest", action="store_true", help=f"{LONGEST} as well")
     parser.add_argument("--workspace-mib", type=int, help="of PaTH's pieces, instead of the op's")
     options = parser.parse_args()
@@ -182,7 +182,7 @@ def main() -> None:
         sweep(options.width)
     elif options.profile:
         for shape in SHAPES:
-            profile(shape, options.width, "wbg")
+            profile(shape, options.width, FORMS[options.profile])
     else:
         for shape in SHAPES:
             compare(shape, options.width)

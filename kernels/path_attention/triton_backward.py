@@ -16,14 +16,12 @@ import triton
 import triton.language as tl
 
 from mixtron.kernels.path_attention.triton_forward import LOG2_E, VARYING
-from mixtron.kernels.path_attention.triton_maps import row_of_pairs
+from mixtron.kernels.path_attention.triton_maps import far_row, near_row, reach
 from mixtron.kernels.triton_tools import tile
 
 
-@triton.jit(do_not_specialize=VARYING[:1])
-def delta_kernel(
-    o_BTHV, do_BTHV, delta_BHS, T, S, H: tl.constexpr, V: tl.constexpr, C: tl.constexpr
-):
+@triton.jit(do_not_specialize=("T", "H"))
+def delta_kernel(o_BTHV, do_BTHV, delta_BHS, T, S, H, V: tl.constexpr, C: tl.constexpr):
     """rowsum(do o) of a tile of rows of one head."""
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
@@ -63,8 +61,9 @@ def key_kernel(
     span_tiles,
     lags,
     plane,
-    H: tl.constexpr,
-    G: tl.constexpr,
+    heads,
+    H,
+    R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -80,24 +79,24 @@ def key_kernel(
     parts)."""
     a = tl.program_id(0)
     bg = tl.program_id(1).to(tl.int64)
+    G, groups = H // R, heads // R
     b, g = bg // G, bg % G
-    R: tl.constexpr = H // G
     row_C = tl.arange(0, C)
     column = tl.arange(0, BLOCK)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, V)
     u_C = a * C + row_C
     inside_C1 = (u_C < T)[:, None]
-    v_tile = tile(v_BTGV + g * V, b * T + a * C, G * V, row_C, value_V)
+    v_tile = tile(v_BTGV + g * V, b * T + a * C, groups * V, row_C, value_V)
     v_CV = tl.load(v_tile, inside_C1, 0.0).to(PRODUCT)
     if MAPS:
         k_tile = tile(k, bg * S + a * C, K, row_C, key_K)
         k_CK = tl.load(k_tile).to(PRODUCT)
-        q_row: tl.constexpr = K
+        q_row = K
     else:
-        k_tile = tile(k + g * K, b * T + a * C, G * K, row_C, key_K)
+        k_tile = tile(k + g * K, b * T + a * C, groups * K, row_C, key_K)
         k_CK = tl.load(k_tile, inside_C1, 0.0).to(PRODUCT)
-        q_row: tl.constexpr = H * K
+        q_row = heads * K
     end = tl.cdiv(T, BLOCK) * BLOCK
     if DOCUMENTS:
         end = tl.load(end_S + tl.minimum(a * C + C, T) - 1)
@@ -107,7 +106,7 @@ def key_kernel(
     for r in range(R):
         h = g * R + r
         bh = b * H + h
-        do = do_BTHV + b * T * H * V + h * V
+        do = do_BTHV + b * T * heads * V + h * V
         until, total = lse_BHS, lse_BHS
         after_C = tl.zeros([C], tl.float32)
         own_C = tl.zeros([C], tl.float32)
@@ -120,12 +119,12 @@ def key_kernel(
             first = (a * C + i * BLOCK).to(tl.int64)
             t_B = first + column
             within_B1 = (t_B < T)[:, None]
-            do_BV = tl.load(tile(do, first, H * V, column, value_V), within_B1, 0.0).to(PRODUCT)
+            do_BV = tl.load(tile(do, first, heads * V, column, value_V), within_B1, 0.0).to(PRODUCT)
             if MAPS:
-                s_BC = tl.load(tile(logits, bh * S + first, C, column, row_C)) * LOG2_E
-                s_CB = tl.trans(s_BC)
+                s_BC = tl.load(tile(logits, bh * S + first, C, column, row_C))
+                s_CB = tl.trans(s_BC).to(tl.float32) * LOG2_E
             else:
-                q_tile = tile(q + h * K, b * T + first, H * K, column, key_K)
+                q_tile = tile(q + h * K, b * T + first, heads * K, column, key_K)
                 q_BK = tl.load(q_tile, within_B1, 0.0).to(PRODUCT)
                 s_CB = tl.dot(k_CK, tl.trans(q_BK)) * scale
             if GATE:
@@ -143,29 +142,20 @@ def key_kernel(
             if not MAPS:
                 dk_CK = tl.dot(ds_CB.to(PRODUCT), q_BK, dk_CK)
         lo = (a + 1) * C
+        hi = end
         between = tl.full([], 0.0, tl.float32)
         if MAPS:
-            span, u = a // span_tiles, a % span_tiles
-            pairs = span_tiles * (span_tiles - 1) // 2
-            spans = S // (span_tiles * C)
-            version = (bh * spans + span) * pairs + u
-            for t in range(u + 1, span_tiles):
-                lo = (span * span_tiles + t) * C
-                versions = q_near + (version + t * (t - 1) // 2) * C * K
-                dk_CK, dv_CV, column_C, between = _walk_queries(
-                    dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, versions, do,
-                    lse_BHS + bh * S, delta_BHS + bh * S, until, total,
-                    start_S, lo, tl.minimum(lo + C, end), T, 1.0 * LOG2_E,
-                    q_row, H * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-                )  # fmt: skip
+            u = a % span_tiles
+            queries = q_near + near_row(bh, a + 1, u, S, span_tiles, C) * K
+            hi = tl.minimum((a // span_tiles + 1) * span_tiles * C, end)
         else:
-            queries = q + h * K + (b * T + lo) * H * K
-            dk_CK, dv_CV, column_C, between = _walk_queries(
-                dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, queries, do,
-                lse_BHS + bh * S, delta_BHS + bh * S, until, total,
-                start_S, lo, end, T, scale,
-                q_row, H * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-            )  # fmt: skip
+            queries = q + h * K + (b * T + lo) * heads * K
+        dk_CK, dv_CV, column_C, between = _walk_queries(
+            dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, queries, do,
+            lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, lo, hi, T,
+            1.0 * LOG2_E if MAPS else scale,
+            q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+        )  # fmt: skip
         if GATE:
             tl.store(columns_2BHS + bh * S + u_C, column_C)
 
@@ -173,12 +163,11 @@ def key_kernel(
         tl.store(tile(dk, bg * S + a * C, K, row_C, key_K), dk_CK)
         dk_CK = tl.zeros([C, K], tl.float32)
         k_CK = tl.load(tile(k_far, bg * S + a * C, K, row_C, key_K)).to(PRODUCT)
-        span, u = a // span_tiles, a % span_tiles
-        spans = S // (span_tiles * C)
+        span = a // span_tiles
         for r in range(R):
             h = g * R + r
             bh = b * H + h
-            do = do_BTHV + b * T * H * V + h * V
+            do = do_BTHV + b * T * heads * V + h * V
             until, total = lse_BHS, lse_BHS
             after_C = tl.zeros([C], tl.float32)
             between = tl.full([], 0.0, tl.float32)
@@ -188,24 +177,24 @@ def key_kernel(
                 for i in range((a + 1) * (C // BLOCK), (span + 1) * span_tiles * (C // BLOCK)):
                     between += tl.load(total + i)
             column_C = tl.zeros([C], tl.float32)
-            for n in range(span + 1, tl.minimum(spans, span + lags + 1)):
-                lo = n * span_tiles * C
-                version = bh * row_of_pairs(spans, lags) + row_of_pairs(n + 1, lags) - n + span
-                versions = q_far + version * span_tiles * C * K
-                dk_CK, dv_CV, column_C, between = _walk_queries(
-                    dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, versions, do,
-                    lse_BHS + bh * S, delta_BHS + bh * S, until, total,
-                    start_S, lo, tl.minimum(lo + span_tiles * C, end), T, 1.0 * LOG2_E,
-                    q_row, H * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-                )  # fmt: skip
+            lo = (span + 1) * span_tiles * C
+            hi = tl.minimum(lo + lags * span_tiles * C, end)
+            queries = q_far + far_row(bh, (span + 1) * span_tiles, span, S, span_tiles, lags, C) * K
+            dk_CK, dv_CV, column_C, between = _walk_queries(
+                dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, queries, do,
+                lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, lo, hi, T,
+                1.0 * LOG2_E,
+                q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+            )  # fmt: skip
             if GATE:
                 tl.store(columns_2BHS + plane + bh * S + u_C, column_C)
-        tl.store(tile(dk_far, bg * S + a * C, K, row_C, key_K), dk_CK)
+        dk_tile = tile(dk_far, bg * S + a * C, K, row_C, key_K)
+        tl.store(dk_tile, dk_CK.to(dk_far.dtype.element_ty))
     else:
-        dk_tile = tile(dk + g * K, b * T + a * C, G * K, row_C, key_K)
+        dk_tile = tile(dk + g * K, b * T + a * C, groups * K, row_C, key_K)
         # The walk's scale is in units of log 2.
         tl.store(dk_tile, (dk_CK * (scale / LOG2_E)).to(dk.dtype.element_ty), inside_C1)
-    dv_tile = tile(dv_BTGV + g * V, b * T + a * C, G * V, row_C, value_V)
+    dv_tile = tile(dv_BTGV + g * V, b * T + a * C, groups * V, row_C, value_V)
     tl.store(dv_tile, dv_CV.to(dv_BTGV.dtype.element_ty), inside_C1)
 
 
@@ -230,8 +219,8 @@ def _walk_queries(
     hi,
     T,
     scale,
-    q_row: tl.constexpr,
-    do_row: tl.constexpr,
+    q_row,
+    do_row,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -284,6 +273,7 @@ def query_kernel(
     dq,
     dq_near,
     dq_far,
+    dlogits,
     rows_BHS,
     scale,
     T,
@@ -291,8 +281,9 @@ def query_kernel(
     span_tiles,
     lags,
     plane,
-    H: tl.constexpr,
-    G: tl.constexpr,
+    heads,
+    H,
+    R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -305,38 +296,37 @@ def query_kernel(
 ):
     """A tile of C queries of one head: their gradient, and with a gate the sums of ds over rows.
 
-    With maps the gradient of each version of the tile, and that of the logits inside the tile in
-    these's place.
+    With maps the gradient of each version of the tile, and that of the logits inside the tile.
     """
     a = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
-    g = h // (H // G)
+    g, G, groups = h // R, H // R, heads // R
     row_C = tl.arange(0, C)
     column = tl.arange(0, BLOCK)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, V)
     t_C = a * C + row_C
     inside_C1 = (t_C < T)[:, None]
-    v = v_BTGV + b * T * G * V + g * V
+    v = v_BTGV + b * T * groups * V + g * V
     start_C = t_C * 0
     if DOCUMENTS:
         start_C = tl.load(start_S + t_C)
     until_C = tl.zeros([C], tl.float32)
     if GATE:
         until_C = tl.load(gates + bh * S + t_C)
-    do_tile = tile(do_BTHV + h * V, b * T + a * C, H * V, row_C, value_V)
+    do_tile = tile(do_BTHV + h * V, b * T + a * C, heads * V, row_C, value_V)
     do_CV = tl.load(do_tile, inside_C1, 0.0).to(PRODUCT)
     lse_C = tl.load(lse_BHS + bh * S + t_C) * LOG2_E
     delta_C = tl.load(delta_BHS + bh * S + t_C)
     if MAPS:
         keys = k + (b * G + g) * S * K
-        k_row: tl.constexpr = K
+        k_row = K
         q_CK = tl.zeros([C, K], PRODUCT)
     else:
-        keys = k + b * T * G * K + g * K
-        k_row: tl.constexpr = G * K
-        q_tile = tile(q + h * K, b * T + a * C, H * K, row_C, key_K)
+        keys = k + b * T * groups * K + g * K
+        k_row = groups * K
+        q_tile = tile(q + h * K, b * T + a * C, heads * K, row_C, key_K)
         q_CK = tl.load(q_tile, inside_C1, 0.0).to(PRODUCT)
     dq_CK = tl.zeros([C, K], tl.float32)
     sum_C = tl.zeros([C], tl.float32)
@@ -344,10 +334,10 @@ def query_kernel(
         first = (a * C + i * BLOCK).to(tl.int64)
         u_B = first + column
         within_B1 = (u_B < T)[:, None]
-        v_BV = tl.load(tile(v, first, G * V, column, value_V), within_B1, 0.0).to(PRODUCT)
+        v_BV = tl.load(tile(v, first, groups * V, column, value_V), within_B1, 0.0).to(PRODUCT)
         if MAPS:
             pair = tile(logits + i * BLOCK, bh * S + a * C, C, row_C, column)
-            s_CB = tl.load(pair) * LOG2_E
+            s_CB = tl.load(pair).to(tl.float32) * LOG2_E
         else:
             k_BK = tl.load(tile(keys, first, k_row, column, key_K), within_B1, 0.0).to(PRODUCT)
             s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
@@ -358,7 +348,8 @@ def query_kernel(
         ds_CB = p_CB * (tl.dot(do_CV, tl.trans(v_BV)) - delta_C[:, None])
         sum_C += tl.sum(ds_CB, 1)
         if MAPS:
-            tl.store(pair, ds_CB)
+            pair = tile(dlogits + i * BLOCK, bh * S + a * C, C, row_C, column)
+            tl.store(pair, ds_CB.to(dlogits.dtype.element_ty))
         else:
             dq_CK = tl.dot(ds_CB.to(PRODUCT), k_BK, dq_CK)
 
@@ -370,43 +361,38 @@ def query_kernel(
         low = tl.load(start_S + a * C) // BLOCK * BLOCK
     between = tl.full([], 0.0, tl.float32)
     if MAPS:
+        near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
         span, t = a // span_tiles, a % span_tiles
-        pairs = span_tiles * (span_tiles - 1) // 2
-        spans = S // (span_tiles * C)
-        version = (bh * spans + span) * pairs + t * (t - 1) // 2
-        for i in range(t):
-            u = t - 1 - i
-            own = (version + u) * C
+        for i in range(near):
+            hi = (a - i) * C
+            own = near_row(bh, a, t - 1 - i, S, span_tiles, C)
             q_tile = tile(q_near, own, K, row_C, key_K)
-            hi = (span * span_tiles + u + 1) * C
             dq_CK, sum_C, between = _walk_keys(
                 tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),
                 do_CV, lse_C, delta_C, until_C, start_C, keys, v, after, total,
                 tl.maximum(hi - C, low), hi, 1.0 * LOG2_E,
-                k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
             tl.store(tile(dq_near, own, K, row_C, key_K), dq_CK.to(dq_near.dtype.element_ty))
         keys = k_far + (b * G + g) * S * K
-        version = bh * row_of_pairs(spans, lags) + row_of_pairs(span + 1, lags)
-        for i in range(tl.minimum(span, lags)):
-            m = span - 1 - i
-            own = ((version - 1 - i) * span_tiles + t) * C
+        for i in range(far):
+            own = far_row(bh, a, span - 1 - i, S, span_tiles, lags, C)
             q_tile = tile(q_far, own, K, row_C, key_K)
-            hi = (m + 1) * span_tiles * C
+            hi = (span - i) * span_tiles * C
             dq_CK, sum_C, between = _walk_keys(
                 tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),
                 do_CV, lse_C, delta_C, until_C, start_C, keys, v, after, total,
                 tl.maximum(hi - span_tiles * C, low), hi, 1.0 * LOG2_E,
-                k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
             tl.store(tile(dq_far, own, K, row_C, key_K), dq_CK.to(dq_far.dtype.element_ty))
     else:
         dq_CK, sum_C, between = _walk_keys(
             dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, until_C, start_C,
             keys, v, after, total, low, a * C, scale,
-            k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+            k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
         )  # fmt: skip
-        dq_tile = tile(dq + h * K, b * T + a * C, H * K, row_C, key_K)
+        dq_tile = tile(dq + h * K, b * T + a * C, heads * K, row_C, key_K)
         tl.store(dq_tile, (dq_CK * (scale / LOG2_E)).to(dq.dtype.element_ty), inside_C1)
     if GATE:
         tl.store(rows_BHS + bh * S + t_C, sum_C)
@@ -430,8 +416,8 @@ def _walk_keys(
     lo,
     hi,
     scale,
-    k_row: tl.constexpr,
-    v_row: tl.constexpr,
+    k_row,
+    v_row,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -12,13 +12,14 @@ T^2 is FlashAttention, with or without maps.
 import triton
 import triton.language as tl
 
-from mixtron.kernels.path_attention.triton_maps import row_of_pairs
+from mixtron.kernels.path_attention.triton_maps import far_row, near_row, reach
 from mixtron.kernels.triton_tools import tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-VARYING = ("T", "span_tiles", "lags")
-"""Of which no value is worth a compilation of its own."""
+VARYING = ("T", "span_tiles", "lags", "heads", "H")
+"""Of which no value is worth a compilation of its own. q, o and log-sum-exps have `heads` heads a
+row, k and v heads / R; H and H / R of them are taken."""
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -41,8 +42,9 @@ def forward_kernel(
     span_tiles,
     lags,
     plane,
-    H: tl.constexpr,
-    G: tl.constexpr,
+    heads,
+    H,
+    R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -63,14 +65,14 @@ def forward_kernel(
     a = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
-    g = h // (H // G)
+    g, G, groups = h // R, H // R, heads // R
     row_C = tl.arange(0, C)
     column = tl.arange(0, BLOCK)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, V)
     t_C = a * C + row_C
     inside_C = t_C < T
-    v = v_BTGV + b * T * G * V + g * V
+    v = v_BTGV + b * T * groups * V + g * V
     start_C = t_C * 0
     if DOCUMENTS:
         start_C = tl.load(start_S + t_C)
@@ -80,12 +82,12 @@ def forward_kernel(
 
     if MAPS:
         keys = k + (b * G + g) * S * K
-        k_row: tl.constexpr = K
+        k_row = K
         q_CK = tl.zeros([C, K], PRODUCT)
     else:
-        keys = k + b * T * G * K + g * K
-        k_row: tl.constexpr = G * K
-        q_tile = tile(q + h * K, b * T + a * C, H * K, row_C, key_K)
+        keys = k + b * T * groups * K + g * K
+        k_row = groups * K
+        q_tile = tile(q + h * K, b * T + a * C, heads * K, row_C, key_K)
         q_CK = tl.load(q_tile, inside_C[:, None], 0.0).to(PRODUCT)
     # Not -inf: a row may have no key in the first block.
     top_C = tl.full([C], -1e30, tl.float32)
@@ -97,7 +99,7 @@ def forward_kernel(
         within_B1 = (u_B < T)[:, None]
         if MAPS:
             pair = tile(logits + i * BLOCK, bh * S + a * C, C, row_C, column)
-            s_CB = tl.load(pair) * LOG2_E
+            s_CB = tl.load(pair).to(tl.float32) * LOG2_E
         else:
             k_BK = tl.load(tile(keys, first, k_row, column, key_K), within_B1, 0.0)
             s_CB = tl.dot(q_CK, tl.trans(k_BK.to(PRODUCT))) * scale
@@ -105,7 +107,7 @@ def forward_kernel(
             s_CB += until_C[:, None] - tl.load(gates + bh * S + u_B)[None, :]
         seen_CB = (u_B[None, :] <= t_C[:, None]) & (u_B[None, :] >= start_C[:, None])
         s_CB = tl.where(seen_CB, s_CB, float("-inf"))
-        v_BV = tl.load(tile(v, first, G * V, column, value_V), within_B1, 0.0).to(PRODUCT)
+        v_BV = tl.load(tile(v, first, groups * V, column, value_V), within_B1, 0.0).to(PRODUCT)
         acc_CV, top_C, sum_C = _add(acc_CV, top_C, sum_C, s_CB, v_BV)
 
     after, total = lse_BHS, lse_BHS
@@ -116,38 +118,34 @@ def forward_kernel(
         low = tl.load(start_S + a * C) // BLOCK * BLOCK
     between = tl.full([], 0.0, tl.float32)
     if MAPS:
+        near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
         span, t = a // span_tiles, a % span_tiles
-        pairs = span_tiles * (span_tiles - 1) // 2
-        spans = S // (span_tiles * C)
-        version = (bh * spans + span) * pairs + t * (t - 1) // 2
-        for i in range(t):
-            u = t - 1 - i
-            q_CK = tl.load(tile(q_near, (version + u) * C, K, row_C, key_K)).to(PRODUCT)
-            hi = (span * span_tiles + u + 1) * C
+        for i in range(near):
+            hi = (a - i) * C
+            own = near_row(bh, a, t - 1 - i, S, span_tiles, C)
+            q_CK = tl.load(tile(q_near, own, K, row_C, key_K)).to(PRODUCT)
             acc_CV, top_C, sum_C, between = _walk_keys(
                 acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
                 tl.maximum(hi - C, low), hi, 1.0 * LOG2_E,
-                k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
         keys = k_far + (b * G + g) * S * K
-        version = bh * row_of_pairs(spans, lags) + row_of_pairs(span + 1, lags)
-        for i in range(tl.minimum(span, lags)):
-            m = span - 1 - i
-            first_row = ((version - 1 - i) * span_tiles + t) * C
-            q_CK = tl.load(tile(q_far, first_row, K, row_C, key_K)).to(PRODUCT)
-            hi = (m + 1) * span_tiles * C
+        for i in range(far):
+            own = far_row(bh, a, span - 1 - i, S, span_tiles, lags, C)
+            q_CK = tl.load(tile(q_far, own, K, row_C, key_K)).to(PRODUCT)
+            hi = (span - i) * span_tiles * C
             acc_CV, top_C, sum_C, between = _walk_keys(
                 acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
                 tl.maximum(hi - span_tiles * C, low), hi, 1.0 * LOG2_E,
-                k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
     else:
         acc_CV, top_C, sum_C, between = _walk_keys(
             acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
             low, a * C, scale,
-            k_row, G * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+            k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
         )  # fmt: skip
-    o_tile = tile(o_BTHV + h * V, b * T + a * C, H * V, row_C, value_V)
+    o_tile = tile(o_BTHV + h * V, b * T + a * C, heads * V, row_C, value_V)
     o_CV = acc_CV / sum_C[:, None]
     tl.store(o_tile, o_CV.to(o_BTHV.dtype.element_ty), inside_C[:, None])
     tl.store(lse_BHS + bh * S + t_C, top_C * LN_2 + tl.log(sum_C))
@@ -169,8 +167,8 @@ def _walk_keys(
     lo,
     hi,
     scale,
-    k_row: tl.constexpr,
-    v_row: tl.constexpr,
+    k_row,
+    v_row,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -1,163 +1,251 @@
-"""Queries in versions that meet the keys of each earlier block, carried there map by map.
+"""Queries and keys carried over maps, and the gradients.
 
-A sequence of L blocks with maps P_0 .. P_{L-1} has pairs t > b of blocks, those with t - b <= lags
-alone, in the order (1, 0), (2, 0), (2, 1), ... The versions of block t are
+A tile of queries has versions: v_{t-1} = q at the left edge of its tile t, v_{b-1} = v_b P_b, of
+which v_b meets the keys that are carried to the right edge of tile b. These are the earlier tiles
+of its span; from the span's left edge the same goes on over the maps of earlier spans. Versions are
+made as far as the tile's documents reach.
 
-    v_{t-1} = q,   v_{b-1} = v_b P_b
-
-of which v_b meets the keys that are carried to the right edge of block b. The same serves the tiles
-of a span, where v_{-1} is q at the span's left edge, and the spans of the whole.
+The pairs t > b of a sequence of blocks, those with t - b <= lags alone, lie in the order (1, 0),
+(2, 0), ... (2, 1), (3, 1), ...: what meets the keys of a block is in one piece.
 """
 
-# Launches take keywords that the kernels' signatures do not have.
-# pyright: reportCallIssue=false, reportArgumentType=false
+# Launches take keywords that the kernels' signatures do not have, and tl.range is for Triton alone.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mixtron.kernels.triton_tools import INTERPRETED, tile
+from mixtron.kernels.path_attention.triton_tiles import pairs
+from mixtron.kernels.triton_tools import tile
 
-VARYING = ("M", "L", "P", "lags", "H", "G", "U")
+VARYING = ("T", "heads", "H", "span_tiles", "lags", "blocks", "tiles")
 """Of which no value is worth a compilation of its own."""
 
 
-def pair_row(t: int, lags: int) -> int:
-    """The number of pairs of blocks before t: where its own begin."""
-    return t * (t - 1) // 2 if t <= lags else lags * (lags + 1) // 2 + (t - lags - 1) * lags
-
-
-class Versions(torch.autograd.Function):
-    """Of every block of queries.
-
-    Args:
-        q_BHMLUK    [B, H, M, L, U, K] fp32: M sequences of L blocks of U rows.
-        map_BGMLKK  [B, G, M, L, K, K] fp32.
-        lags        of the pairs.
-        dtype       of the versions.
-        rows        that one program takes.
-    Returns:
-        [B, H, M, pairs, U, K] and, where all pairs are taken (lags >= L), v_{-1} like q; else None.
-    """
-
-    @staticmethod
-    def forward(ctx, q_BHMLUK, map_BGMLKK, lags, dtype, rows):  # type: ignore[override]
-        B, H, M, L, U, K = q_BHMLUK.shape
-        P, to_start = pair_row(L, lags), lags >= L
-        out = q_BHMLUK.new_empty(B, H, M, P, U, K, dtype=dtype)
-        start = torch.empty_like(q_BHMLUK) if to_start else None
-        version_kernel[(M * L * (U // rows), B * H)](
-            q_BHMLUK, map_BGMLKK, out, start, M, L, P, lags, TO_START=to_start,
-            **_launch(q_BHMLUK, map_BGMLKK, rows),
-        )  # fmt: skip
-        ctx.save_for_backward(map_BGMLKK, out)
-        ctx.like, ctx.options = torch.empty_like(q_BHMLUK, device="meta"), (lags, rows)
-        return out, start
-
-    @staticmethod
-    def backward(ctx, dout, dstart):  # type: ignore[override]
-        """`dout` is overwritten."""
-        map_BGMLKK, out = ctx.saved_tensors
-        lags, rows = ctx.options
-        B, H, M, L, U, _ = ctx.like.shape
-        P, G, to_start = out.shape[3], map_BGMLKK.shape[1], lags >= L
-        dq = torch.empty_like(ctx.like, device=map_BGMLKK.device)
-        dmap, launch = torch.empty_like(map_BGMLKK), _launch(ctx.like, map_BGMLKK, rows)
-        if to_start:
-            dstart = dstart.contiguous()
-        version_gradient_kernel[(M * L * (U // rows), B * H)](
-            map_BGMLKK, dout, dstart, dq, M, L, P, lags, TO_START=to_start, **launch
-        )
-        version_map_kernel[(M * L, B * G)](
-            out, dout, dmap, M, L, P, lags, TO_START=to_start, **launch
-        )
-        return dq, dmap, None, None, None
-
-
-def _launch(q_BHMLUK: Tensor, map_BGMLKK: Tensor, rows: int) -> dict:
-    H, U, K = q_BHMLUK.shape[1], q_BHMLUK.shape[4], q_BHMLUK.shape[5]
-    low = tl.float32 if INTERPRETED else tl.bfloat16
-    shape = {"H": H, "G": map_BGMLKK.shape[1], "U": U, "K": K, "C": rows, "LOW": low}
-    return shape | {"num_warps": 8, "num_stages": 1}
+def pairs_before(b: int, blocks: int, lags: int) -> int:
+    """The number of pairs whose earlier block is before b: where b's own begin. lags < blocks."""
+    fewer = max(0, b - (blocks - 1 - lags))
+    return b * lags - fewer * (fewer - 1) // 2
 
 
 @triton.jit
-def row_of_pairs(t, lags):
-    """`pair_row` on the device."""
-    all_earlier = t * (t - 1) // 2
-    return tl.where(t <= lags, all_earlier, lags * (lags + 1) // 2 + (t - lags - 1) * lags)
+def first_pair(b, blocks, lags):
+    """`pairs_before` on the device."""
+    fewer = tl.maximum(b - (blocks - 1 - lags), 0)
+    return b * lags - fewer * (fewer - 1) // 2
+
+
+@triton.jit
+def reach(start_S, a, span_tiles, lags, C: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """How many earlier tiles of its span, and how many earlier spans, tile a has keys in."""
+    first = 0 * a
+    if DOCUMENTS:
+        first = tl.load(start_S + a * C) // C
+    span = a // span_tiles
+    near = tl.minimum(a % span_tiles, a - first)
+    far = tl.minimum(tl.minimum(span, lags), span - first // span_tiles)
+    return near, far
+
+
+@triton.jit
+def near_row(bh, a, u, S, span_tiles, C: tl.constexpr):
+    """Where tile a's version begins that meets tile u of its span."""
+    span, t = a // span_tiles, a % span_tiles
+    pairs = span_tiles * (span_tiles - 1) // 2
+    pair = (bh * (S // (span_tiles * C)) + span) * pairs + first_pair(u, span_tiles, span_tiles - 1)
+    return (pair + t - u - 1) * C
+
+
+@triton.jit
+def far_row(bh, a, m, S, span_tiles, lags, C: tl.constexpr):
+    """Where tile a's version begins that meets span m."""
+    spans = S // (span_tiles * C)
+    pair = bh * first_pair(spans - 1, spans, lags) + first_pair(m, spans, lags)
+    return ((pair + a // span_tiles - m - 1) * span_tiles + a % span_tiles) * C
+
+
+@triton.jit(do_not_specialize=VARYING)
+def span_kernel(
+    maps, maps_rest, k_exact, to_end, span_maps, k_far, S, span_tiles,
+    K: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
+    """P_{L-1} ... P_{t+1} for every tile t of a span, all of them, and keys to the span's right
+    edge. The product is kept in two parts, as the maps are."""
+    m = tl.program_id(0)
+    bg = tl.program_id(1).to(tl.int64)
+    row_C, key_K = tl.arange(0, C), tl.arange(0, K)
+    product_KK = tl.where(key_K[:, None] == key_K[None, :], 1.0, 0.0)
+    for i in range(span_tiles):
+        n = bg * (S // C) + (m + 1) * span_tiles - 1 - i
+        high_KK = product_KK.to(FINE)
+        rest_KK = (product_KK - high_KK.to(tl.float32)).to(FINE)
+        tl.store(tile(to_end, n * K, K, key_K, key_K), high_KK)
+        k_CK = tl.load(tile(k_exact, n * C, K, row_C, key_K))
+        k_CK = tl.dot(k_CK, tl.trans(high_KK))
+        tl.store(tile(k_far, n * C, K, row_C, key_K), k_CK.to(k_far.dtype.element_ty))
+        map_KK = tl.load(tile(maps, n * K, K, key_K, key_K))
+        product_KK = tl.dot(high_KK, map_KK)
+        product_KK = tl.dot(rest_KK, map_KK, product_KK)
+        map_KK = tl.load(tile(maps_rest, n * K, K, key_K, key_K))
+        product_KK = tl.dot(high_KK, map_KK, product_KK)
+    span_row = (bg * (S // (span_tiles * C)) + m) * K
+    tl.store(tile(span_maps, span_row, K, key_K, key_K), product_KK.to(FINE))
 
 
 @triton.jit(do_not_specialize=VARYING)
 def version_kernel(
-    q, maps, out, start, M, L, P, lags,
-    H, G, U, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, TO_START: tl.constexpr,
+    q, k, w, start_S, XT, Y, maps, span_maps, logits, q_near, q_far, scale, T, S,
+    heads, H, span_tiles, lags,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, PRODUCT: tl.constexpr,
+    DOCUMENTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """C rows of block t: in tf32, so that what is rounded to bf16 is rounded once."""
-    part = tl.program_id(0) % (U // C)
-    t = (tl.program_id(0) // (U // C)) % L
-    m = tl.program_id(0) // (U // C) // L
+    """Of a tile of one query head its logits inside the tile, and its versions."""
+    # The last tiles have most versions: they start first.
+    a = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
-    bg = bh // H * G + bh % H // (H // G)
+    b, h = bh // H, bh % H
+    g, G, groups = h // R, H // R, heads // R
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    v_CK = tl.load(tile(q, ((bh * M + m) * L + t) * U + part * C, K, row_C, key_K))
-    pair = (bh * M + m) * P + row_of_pairs(t + 1, lags)
-    for i in range(tl.minimum(t, lags)):
-        out_tile = tile(out, (pair - 1 - i) * U + part * C, K, row_C, key_K)
-        tl.store(out_tile, v_CK.to(out.dtype.element_ty))
-        if TO_START or i + 1 < tl.minimum(t, lags):
-            map_KK = tl.load(tile(maps, ((bg * M + m) * L + t - 1 - i) * K, K, key_K, key_K))
-            v_CK = tl.dot(v_CK, map_KK, input_precision="tf32")
-    if TO_START:
-        tl.store(tile(start, ((bh * M + m) * L + t) * U + part * C, K, row_C, key_K), v_CK)
+    inside_C1 = (a * C + row_C < T)[:, None]
+    first, own, shared = b * T + a * C, bh * S + a * C, (b * G + g) * S + a * C
+    q_CK = tl.load(tile(q + h * K, first, heads * K, row_C, key_K), inside_C1, 0.0)
+    w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(FINE)
+    M_CC = tl.dot(q_CK.to(FINE), tl.trans(w_CK))
+    M_CC = tl.where(pairs(start_S, a * C, C, DOCUMENTS), M_CC, 0.0).to(FINE)
+    k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0)
+    logits_CC = tl.dot(q_CK.to(PRODUCT), tl.trans(k_CK.to(PRODUCT)))
+    logits_CC -= tl.dot(M_CC, tl.trans(tl.load(tile(XT, shared, C, row_C, row_C))))
+    tl.store(tile(logits, own, C, row_C, row_C), (logits_CC * scale).to(FINE))
+    Y_CK = tl.load(tile(Y, shared, K, row_C, key_K))
+    v_CK = (q_CK.to(tl.float32) - tl.dot(M_CC, Y_CK)) * scale
+
+    near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
+    span, t = a // span_tiles, a % span_tiles
+    map_row = ((b * G + g) * (S // C) + a - 1) * K
+    for i in tl.range(0, near, num_stages=STAGES):
+        own = near_row(bh, a, t - 1 - i, S, span_tiles, C)
+        out_tile = tile(q_near, own, K, row_C, key_K)
+        tl.store(out_tile, v_CK.to(q_near.dtype.element_ty))
+        map_KK = tl.load(tile(maps, map_row - i * K, K, key_K, key_K))
+        v_CK = tl.dot(v_CK.to(FINE), map_KK)
+    map_row = ((b * G + g) * (S // (span_tiles * C)) + span - 1) * K
+    for i in tl.range(0, far, num_stages=STAGES):
+        own = far_row(bh, a, span - 1 - i, S, span_tiles, lags, C)
+        out_tile = tile(q_far, own, K, row_C, key_K)
+        tl.store(out_tile, v_CK.to(q_far.dtype.element_ty))
+        map_KK = tl.load(tile(span_maps, map_row - i * K, K, key_K, key_K))
+        v_CK = tl.dot(v_CK.to(FINE), map_KK)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def version_gradient_kernel(
-    maps, dout, dstart, dq, M, L, P, lags,
-    H, G, U, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, TO_START: tl.constexpr,
+    q, k, w, start_S, XT, Y, maps, span_maps, dlogits, dq_near, dq_far, dq, M, dM, dq_carried,
+    scale, T, S, heads, H, span_tiles, lags,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient dq of C rows of block t; that of v_{b-1} through later steps takes the place of
-    version b's own in dout."""
-    part = tl.program_id(0) % (U // C)
-    t = (tl.program_id(0) // (U // C)) % L
-    m = tl.program_id(0) // (U // C) // L
+    """The gradient of a tile of queries; scaled M and dM for what its key/value head gathers, and
+    the gradient of the queries at the tile's left edge. The gradient of v_{b-1} through later steps
+    takes the place of version b's own."""
+    a = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
-    bg = bh // H * G + bh % H // (H // G)
+    b, h = bh // H, bh % H
+    g, G, groups = h // R, H // R, heads // R
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    own = tile(dq, ((bh * M + m) * L + t) * U + part * C, K, row_C, key_K)
+    near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
+    span, t = a // span_tiles, a % span_tiles
     dv_CK = tl.zeros([C, K], tl.float32)
-    if TO_START:
-        dv_CK = tl.load(tile(dstart, ((bh * M + m) * L + t) * U + part * C, K, row_C, key_K))
-    steps = tl.minimum(t, lags)
-    pair = (bh * M + m) * P + row_of_pairs(t, lags)
-    for i in range(steps):
-        dout_tile = tile(dout, (pair + i) * U + part * C, K, row_C, key_K)
-        dout_CK = tl.load(dout_tile).to(tl.float32)
-        tl.store(dout_tile, dv_CK.to(dout.dtype.element_ty))
-        map_KK = tl.load(tile(maps, ((bg * M + m) * L + t - steps + i) * K, K, key_K, key_K))
-        dv_CK = tl.dot(dv_CK.to(LOW), tl.trans(map_KK.to(LOW)), dout_CK)
-    tl.store(own, dv_CK)
+    map_row = ((b * G + g) * (S // (span_tiles * C)) + span - far) * K
+    for i in tl.range(0, far, num_stages=STAGES):
+        own = far_row(bh, a, span - far + i, S, span_tiles, lags, C)
+        own_tile = tile(dq_far, own, K, row_C, key_K)
+        own_CK = tl.load(own_tile).to(tl.float32)
+        tl.store(own_tile, dv_CK.to(dq_far.dtype.element_ty))
+        map_KK = tl.load(tile(span_maps, map_row + i * K, K, key_K, key_K)).to(LOW)
+        dv_CK = tl.dot(dv_CK.to(LOW), tl.trans(map_KK), own_CK)
+    map_row = ((b * G + g) * (S // C) + a - near) * K
+    for i in tl.range(0, near, num_stages=STAGES):
+        own = near_row(bh, a, t - near + i, S, span_tiles, C)
+        own_tile = tile(dq_near, own, K, row_C, key_K)
+        own_CK = tl.load(own_tile).to(tl.float32)
+        tl.store(own_tile, dv_CK.to(dq_near.dtype.element_ty))
+        map_KK = tl.load(tile(maps, map_row + i * K, K, key_K, key_K)).to(LOW)
+        dv_CK = tl.dot(dv_CK.to(LOW), tl.trans(map_KK), own_CK)
+
+    inside_C1 = (a * C + row_C < T)[:, None]
+    first, own, shared = b * T + a * C, bh * S + a * C, (b * G + g) * S + a * C
+    seen_CC = pairs(start_S, a * C, C, DOCUMENTS)
+    tl.store(tile(dq_carried, own, K, row_C, key_K), dv_CK.to(LOW))
+    Y_CK = tl.load(tile(Y, shared, K, row_C, key_K)).to(LOW)
+    dM_CC = tl.dot(dv_CK.to(LOW), tl.trans(Y_CK))
+    dlogits_CC = tl.load(tile(dlogits, own, C, row_C, row_C))
+    XT_CC = tl.load(tile(XT, shared, C, row_C, row_C)).to(LOW)
+    dM_CC = tl.where(seen_CC, -tl.dot(dlogits_CC, XT_CC, dM_CC), 0.0)
+    tl.store(tile(dM, own, C, row_C, row_C), (dM_CC * scale).to(LOW))
+    k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    dv_CK = tl.dot(dlogits_CC, k_CK, dv_CK)
+    w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    dv_CK = tl.dot(dM_CC.to(LOW), w_CK, dv_CK) * scale
+    dq_tile = tile(dq + h * K, first, heads * K, row_C, key_K)
+    tl.store(dq_tile, dv_CK.to(dq.dtype.element_ty), inside_C1)
+    q_CK = tl.load(tile(q + h * K, first, heads * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    M_CC = tl.where(seen_CC, tl.dot(q_CK, tl.trans(w_CK)), 0.0) * scale
+    tl.store(tile(M, own, C, row_C, row_C), M_CC.to(LOW))
 
 
 @triton.jit(do_not_specialize=VARYING)
-def version_map_kernel(
-    out, dout, dmap, M, L, P, lags,
-    H, G, U, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, TO_START: tl.constexpr,
+def map_gradient_kernel(
+    end_S, versions, dversions, dmaps, H, blocks, tiles, lags,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dP_b = sum over t > b of v_b^T dv_{b-1}, over all rows and the query heads that share it."""
-    b = tl.program_id(0) % L
-    m = tl.program_id(0) // L
+    """dP_b = sum over later blocks t of v_b^T dv_{b-1}, over all their tiles and the query heads
+    that share it. A sequence has so many blocks, of so many tiles each."""
+    G = H // R
+    b = tl.program_id(0) % blocks
+    sequence = tl.program_id(0) // blocks
+    sequences = tl.num_programs(0) // blocks
     bg = tl.program_id(1).to(tl.int64)
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
+    count = (tl.minimum(blocks, b + lags + 1) - b - 1) * tiles
+    if DOCUMENTS:
+        edge = (sequence * blocks + b + 1) * tiles * C
+        count = tl.minimum(count, tl.cdiv(tl.load(end_S + edge - 1) - edge, C))
     dmap_KK = tl.zeros([K, K], tl.float32)
-    for t in range(b + 1, tl.minimum(L, b + lags + 1)):
-        in_row = row_of_pairs(t + 1, lags) - t + b
-        for i in range((H // G) * (U // C)):
-            bh = bg // G * H + bg % G * (H // G) + i // (U // C)
-            first = ((bh * M + m) * P + in_row) * U + i % (U // C) * C
-            v_CK = tl.load(tile(out, first, K, row_C, key_K)).to(LOW)
-            dv_CK = tl.load(tile(dout, first, K, row_C, key_K)).to(LOW)
-            dmap_KK = tl.dot(tl.trans(v_CK), dv_CK, dmap_KK)
-    tl.store(tile(dmap, ((bg * M + m) * L + b) * K, K, key_K, key_K), dmap_KK)
+    pairs, own = first_pair(blocks - 1, blocks, lags), first_pair(b, blocks, lags)
+    for i in tl.range(0, tl.maximum(count, 0) * R, num_stages=STAGES):
+        bh = bg // G * H + bg % G * R + i % R
+        row = (((bh * sequences + sequence) * pairs + own) * tiles + i // R) * C
+        v_CK = tl.load(tile(versions, row, K, row_C, key_K))
+        dv_CK = tl.load(tile(dversions, row, K, row_C, key_K))
+        dmap_KK = tl.dot(tl.trans(v_CK), dv_CK, dmap_KK)
+    dmap_row = (bg * tl.num_programs(0) + tl.program_id(0)) * K
+    tl.store(tile(dmaps, dmap_row, K, key_K, key_K), dmap_KK.to(dmaps.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def span_gradient_kernel(
+    maps, to_end, k_carried, dk_far, dspan_maps, dk_carried, dmaps, S, span_tiles,
+    K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Adds to the gradients of a span's maps and of keys at their tile's right edge what comes
+    from its composed map and from the keys at its right edge."""
+    m = tl.program_id(0)
+    bg = tl.program_id(1).to(tl.int64)
+    row_C, key_K = tl.arange(0, C), tl.arange(0, K)
+    span_row = (bg * (S // (span_tiles * C)) + m) * K
+    d_KK = tl.load(tile(dspan_maps, span_row, K, key_K, key_K)).to(tl.float32)
+    for i in range(span_tiles):
+        n = bg * (S // C) + m * span_tiles + i
+        behind_KK = tl.load(tile(to_end, n * K, K, key_K, key_K)).to(LOW)
+        dmap_tile = tile(dmaps, n * K, K, key_K, key_K)
+        dmap_KK = tl.load(dmap_tile).to(tl.float32)
+        dmap_KK = tl.dot(tl.trans(behind_KK), d_KK.to(LOW), dmap_KK)
+        tl.store(dmap_tile, dmap_KK.to(dmaps.dtype.element_ty))
+        dk_CK = tl.load(tile(dk_far, n * C, K, row_C, key_K))
+        dk_tile = tile(dk_carried, n * C, K, row_C, key_K)
+        tl.store(dk_tile, tl.dot(dk_CK, behind_KK, tl.load(dk_tile)))
+        map_KK = tl.load(tile(maps, n * K, K, key_K, key_K)).to(LOW)
+        d_KK = tl.dot(d_KK.to(LOW), tl.trans(map_KK))
+        k_CK = tl.load(tile(k_carried, n * C, K, row_C, key_K)).to(LOW)
+        d_KK = tl.dot(tl.trans(dk_CK), k_CK, d_KK)

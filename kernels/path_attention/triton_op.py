@@ -4,27 +4,32 @@ they return."""
 # Launches take keywords that the kernels' signatures do not have.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-import triton
 from torch import Tensor
 
-from mixtron.kernels.path_attention.segment import documents
 from mixtron.kernels.path_attention.triton_backward import delta_kernel, key_kernel, query_kernel
-from mixtron.kernels.path_attention.triton_carry import Carried, carry, span_tiles, workspace_bytes
+from mixtron.kernels.path_attention.triton_carry import (
+    Carried,
+    CarriedGradients,
+    carry,
+    carry_gradients,
+    workspace_bytes,
+)
 from mixtron.kernels.path_attention.triton_forward import forward_kernel
 from mixtron.kernels.path_attention.triton_gates import gate_gradient, gate_sums
 from mixtron.kernels.path_attention.triton_plan import (
     SHARED_MEMORY_BYTES,
     Launch,
+    Layout,
     large,
     launch_plan,
+    layout_of,
 )
 from mixtron.kernels.triton_tools import INTERPRETED, check_takes, product_dtype
 
-WORKSPACE_BYTES = 2**29
+WORKSPACE_BYTES = 2**30
 """Of what is in memory at once beyond inputs and results; heads are taken in pieces that fit."""
 LOG2_E = 1.4426950408889634
 
@@ -72,21 +77,12 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, w, beta, log_forget, scale, cu_seqlens, max_seqlen):  # type: ignore[override]
         # Not the contiguous copies are kept, but what they are copies of: the layer keeps it too.
         inputs = Inputs(q, k, v, w, beta, log_forget).contiguous()
-        layout = layout_of(inputs, cu_seqlens, max_seqlen)
-        parts = pieces(inputs, layout)
-        if len(parts) > 1:
-            o_BTHV, lse_BHS = q.new_empty(*q.shape[:3], v.shape[3]), layout.rows(q)
-        for rows, groups in parts:
-            part = inputs.part(rows, groups)
-            carried = None
-            if w is not None:
-                carried = carry(*part.carried(), scale, layout.start_S, layout.S, *layout.cut)
-            found = attend(part, carried, layout, scale)
-            if len(parts) == 1:
-                o_BTHV, lse_BHS = found
-            else:
-                heads = inputs.heads_of(groups)
-                o_BTHV[rows, :, heads], lse_BHS[rows, heads] = found
+        layout = inputs.layout(cu_seqlens, max_seqlen)
+        o_BTHV, lse_BHS = q.new_empty(*q.shape[:3], v.shape[3]), _rows(q, layout)
+        for rows, groups in pieces(inputs, layout):
+            part, heads = inputs.part(rows, groups), inputs.heads_of(groups)
+            carried = None if w is None else carry(*part.carried(), scale, layout)
+            attend(part, carried, o_BTHV[rows, :, heads], lse_BHS[rows, heads], layout, scale)
         ctx.save_for_backward(q, k, v, w, beta, log_forget, o_BTHV, lse_BHS, cu_seqlens)
         ctx.options = scale, max_seqlen
         return o_BTHV
@@ -96,30 +92,18 @@ class _Attention(torch.autograd.Function):
         *saved, o_BTHV, lse_BHS, cu_seqlens = ctx.saved_tensors
         scale, max_seqlen = ctx.options
         inputs, do_BTHV = Inputs(*saved).contiguous(), do_BTHV.contiguous()
-        layout = layout_of(inputs, cu_seqlens, max_seqlen)
-        delta_BHS = layout.rows(inputs.q)
+        layout = inputs.layout(cu_seqlens, max_seqlen)
+        delta_BHS = _rows(inputs.q, layout)
         (B, T, H, _), V = inputs.q.shape, do_BTHV.shape[3]
         delta_kernel[(layout.S // layout.tile, B * H)](
             o_BTHV, do_BTHV, delta_BHS, T, layout.S, H=H, V=V, C=layout.tile
         )
-        parts, gradients = pieces(inputs, layout), None
-        for rows, groups in parts:
+        gradients = inputs.empty()
+        for rows, groups in pieces(inputs, layout):
             heads = inputs.heads_of(groups)
-            do, lse, delta = (
-                x.contiguous()
-                for x in (do_BTHV[rows, :, heads], lse_BHS[rows, heads], delta_BHS[rows, heads])
-            )
-            part = inputs.part(rows, groups)
-            found = attend_backward(part, do, lse, delta, layout, scale)
-            if len(parts) == 1:
-                gradients = found
-                break
-            gradients = gradients or inputs.empty()
-            for name, x in vars(gradients).items():
-                if x is not None:
-                    own = heads if name in ("q", "log_forget") else groups
-                    x[rows, :, own] = getattr(found, name)
-        assert gradients is not None
+            part, found = inputs.part(rows, groups), gradients.part(rows, groups)
+            of_rows = do_BTHV[rows, :, heads], lse_BHS[rows, heads], delta_BHS[rows, heads]
+            attend_backward(part, found, *of_rows, layout, scale)
         return *vars(gradients).values(), None, None, None
 
 
@@ -143,64 +127,37 @@ class Inputs:
         return slice(groups.start * shared, groups.stop * shared)
 
     def part(self, rows: slice, groups: slice) -> "Inputs":
+        """Views."""
         heads = self.heads_of(groups)
         of_heads = (heads, groups, groups, groups, groups, heads)
         taken = zip(vars(self).values(), of_heads, strict=True)
-        return Inputs(*(None if x is None else x[rows, :, h].contiguous() for x, h in taken))
+        return Inputs(*(None if x is None else x[rows, :, h] for x, h in taken))
 
-    def carried(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def carried(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert self.w is not None
+        assert self.beta is not None
         return self.q, self.k, self.w, self.beta
 
-
-@dataclass(frozen=True)
-class Layout:
-    """How the tokens are cut."""
-
-    tile: int
-    span: int
-    """Tiles in a span."""
-    lags: int
-    """How many spans back a document reaches at most."""
-    S: int
-    """Tokens, filled up to whole tiles, or with maps to whole spans."""
-    start_S: Tensor | None
-    """[S] int32: where each token's document starts; None: one document a row."""
-    end_S: Tensor | None
-
-    @property
-    def cut(self) -> tuple[int, int, int]:
-        return self.tile, self.span, self.lags
-
-    def rows(self, q_BTHK: Tensor) -> Tensor:
-        B, _, H, _ = q_BTHK.shape
-        return q_BTHK.new_empty(B, H, self.S, dtype=torch.float32)
+    def layout(self, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
+        _, T, H, _ = self.q.shape
+        tile = launch_plan(self.q.device).tile
+        return layout_of(T, H, tile, self.w is not None, cu_seqlens, max_seqlen)
 
 
-def layout_of(inputs: Inputs, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
-    T, C = inputs.q.shape[1], launch_plan(inputs.q.device).tile
-    longest = T if max_seqlen is None else min(max_seqlen, T)
-    span = 1 if inputs.w is None else span_tiles(longest, C)
-    S = triton.cdiv(T, span * C) * span * C
-    # Two tokens of a document are at most longest - 1 apart, those of spans a lag of n apart at
-    # least (n - 1) span C + 1.
-    lags = min((longest - 2) // (span * C) + 1, S // (span * C) - 1) if longest > 1 else 0
-    start_S = end_S = None
-    if cu_seqlens is not None:
-        bounds = F.pad(cu_seqlens.long(), (0, 1), value=S)
-        document_S = documents(cu_seqlens, S, 0, cu_seqlens.device)
-        start_S, end_S = bounds[document_S - 1].int(), bounds[document_S].int()
-    return Layout(C, span, lags, S, start_S, end_S)
+def _rows(q_BTHK: Tensor, layout: Layout) -> Tensor:
+    B, _, H, _ = q_BTHK.shape
+    return q_BTHK.new_empty(B, H, layout.S, dtype=torch.float32)
 
 
 def pieces(inputs: Inputs, layout: Layout) -> list[tuple[slice, slice]]:
-    """Rows of the batch and key/value heads that are taken at a time."""
+    """Rows of the batch and key/value heads that are taken at a time: of several rows all, of
+    one some heads, so that a piece's log-sum-exps are in one piece."""
     B, _, G, _ = inputs.k.shape
     if inputs.w is None:
         return [(slice(0, B), slice(0, G))]
     shared = inputs.q.shape[2] // G
-    one = workspace_bytes(layout.S, inputs.q.shape[3], shared, *layout.cut)
-    fits = max(1, WORKSPACE_BYTES // one)
-    rows, groups = _even(B, fits), _even(G, max(1, fits // B))
+    fits = max(1, WORKSPACE_BYTES // workspace_bytes(layout, inputs.q.shape[3], shared))
+    rows, groups = _even(B, max(1, fits // G)), _even(G, fits)
     return [
         (slice(b, min(b + rows, B)), slice(g, min(g + groups, G)))
         for b in range(0, B, rows)
@@ -214,60 +171,55 @@ def _even(count: int, fits: int) -> int:
 
 
 def attend(
-    inputs: Inputs, carried: Carried | None, layout: Layout, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output [B, T, H, V] and log-sum-exp [B, H, S]."""
-    o_BTHV = inputs.q.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
-    lse_BHS = layout.rows(inputs.q)
+    inputs: Inputs,
+    carried: Carried | None,
+    o_BTHV: Tensor,
+    lse_BHS: Tensor,
+    layout: Layout,
+    scale: float,
+) -> None:
+    """Writes the output and the log-sum-exps of a piece."""
     launch = launch_plan(inputs.q.device).forward
     arguments, options = _common(inputs, carried, layout, launch, scale)
     B, H = lse_BHS.shape[:2]
     forward_kernel[(layout.S // layout.tile, B * H)](
-        *arguments[:9],
-        layout.start_S,
-        o_BTHV,
-        lse_BHS,
-        *arguments[9:],
-        **options,
+        *arguments[:9], layout.start_S, o_BTHV, lse_BHS, *arguments[9:], **options
     )
-    return o_BTHV, lse_BHS
 
 
 def attend_backward(
     inputs: Inputs,
+    found: Inputs,
     do: Tensor,
     lse: Tensor,
     delta: Tensor,
     layout: Layout,
     scale: float,
-) -> Inputs:
-    """The gradients of a piece's inputs."""
-    carried = leaves = None
+) -> None:
+    """Writes the gradients of a piece's inputs."""
+    carried = gradients = None
     if inputs.w is not None:
-        leaves = [x.detach().requires_grad_() for x in inputs.carried() if x is not None]
-        with torch.enable_grad():
-            carried = carry(*leaves, scale, layout.start_S, layout.S, *layout.cut)
-    dk, dk_far, dv, columns_2BHS = _key_gradients(inputs, carried, do, lse, delta, layout, scale)
-    dq, dq_near, dq_far, rows_BHS = _query_gradients(inputs, carried, do, lse, delta, layout, scale)
-    found = replace(inputs, q=dq, k=dk, v=dv)
-    if inputs.log_forget is not None and columns_2BHS is not None:
+        carried = carry(*inputs.carried(), scale, layout)
+        gradients = CarriedGradients.empty(carried)
+    operands = inputs, found, carried, gradients, do, lse, delta, layout, scale
+    columns_2BHS = _key_gradients(*operands)
+    rows_BHS = _query_gradients(*operands)
+    if found.log_forget is not None and columns_2BHS is not None:
         ds_BHS = rows_BHS - columns_2BHS.sum(0)
-        found.log_forget = gate_gradient(ds_BHS, inputs.log_forget, layout.start_S, layout.end_S)
-    if carried is not None:
-        # The kernel put the gradient of the logits in their own place.
-        gradients = [dq_near, dq_far, dk, dk_far, carried.logits.detach()]
-        found.q, found.k, found.w, found.beta = torch.autograd.grad(
-            list(vars(carried).values()), leaves, gradients
+        found.log_forget.copy_(
+            gate_gradient(ds_BHS, found.log_forget, layout.start_S, layout.end_S)
         )
-    return found
+    if carried is not None and gradients is not None:
+        carry_gradients(*inputs.carried(), scale, layout, carried, gradients, *found.carried())
 
 
-def _key_gradients(inputs, carried, do, lse, delta, layout, scale):
+def _key_gradients(inputs, found, carried, gradients, do, lse, delta, layout, scale):
+    """dv and what becomes dk; returns the sums of ds over columns, with maps in two parts."""
     launch = launch_plan(do.device).keys
     arguments, options = _common(inputs, carried, layout, launch, scale)
-    dk, dk_far, dv = torch.empty_like(inputs.k), None, torch.empty_like(inputs.v)
+    dk, dk_far = found.k, None
     if carried is not None:
-        dk, dk_far = torch.empty_like(carried.k), torch.empty_like(carried.k_far)
+        dk, dk_far = gradients.k, gradients.k_far
     columns_2BHS = None
     if inputs.log_forget is not None:
         columns_2BHS = lse.new_empty(1 if carried is None else 2, *lse.shape)
@@ -281,22 +233,23 @@ def _key_gradients(inputs, carried, do, lse, delta, layout, scale):
         delta,
         dk,
         dk_far,
-        dv,
+        found.v,
         columns_2BHS,
         *arguments[9:],
         **options,
     )
-    return dk, dk_far, dv, columns_2BHS
+    return columns_2BHS
 
 
-def _query_gradients(inputs, carried, do, lse, delta, layout, scale):
+def _query_gradients(inputs, found, carried, gradients, do, lse, delta, layout, scale):
+    """What becomes dq; returns the sums of ds over rows."""
     launch = launch_plan(do.device).queries
     arguments, options = _common(inputs, carried, layout, launch, scale)
-    dq = dq_near = dq_far = None
+    dq = dq_near = dq_far = dlogits = None
     if carried is None:
-        dq = torch.empty_like(inputs.q)
+        dq = found.q
     else:
-        dq_near, dq_far = torch.empty_like(carried.q_near), torch.empty_like(carried.q_far)
+        dq_near, dq_far, dlogits = gradients.q_near, gradients.q_far, gradients.logits
     rows_BHS = None if inputs.log_forget is None else torch.empty_like(lse)
     B, H = lse.shape[:2]
     query_kernel[(layout.S // layout.tile, B * H)](
@@ -308,11 +261,12 @@ def _query_gradients(inputs, carried, do, lse, delta, layout, scale):
         dq,
         dq_near,
         dq_far,
+        dlogits,
         rows_BHS,
         *arguments[9:],
         **options,
     )
-    return dq, dq_near, dq_far, rows_BHS
+    return rows_BHS
 
 
 def _common(
@@ -327,12 +281,12 @@ def _common(
     if carried is None:
         operands = [inputs.q, None, None, inputs.k, None, inputs.v, None]
     else:
-        k, k_far = (x.detach().to(inputs.k.dtype) for x in (carried.k, carried.k_far))
-        operands = [None, carried.q_near, carried.q_far, k, k_far, inputs.v, carried.logits]
+        queries, keys = (carried.q_near, carried.q_far), (carried.k, carried.k_far)
+        operands = [None, *queries, *keys, inputs.v, carried.logits]
     sizes = [scale * LOG2_E, T, layout.S, layout.span, layout.lags, B * H * layout.S]
+    sizes += [layout.heads, H]
     options = {
-        "H": H,
-        "G": G,
+        "R": H // G,
         "K": K,
         "V": V,
         "C": layout.tile,

@@ -4,6 +4,11 @@ ranks differ."""
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from mixtron.kernels.path_attention.segment import documents
 
 
 @dataclass(frozen=True)
@@ -50,3 +55,45 @@ def large(device: torch.device) -> bool:
 
 def launch_plan(device: torch.device) -> Plan:
     return LARGE if large(device) else SMALL
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tokens are cut."""
+
+    heads: int
+    """Query heads of a row of the inputs, which pieces of them are views of."""
+    tile: int
+    span: int
+    """Tiles in a span."""
+    lags: int
+    """How many spans back a document reaches at most."""
+    S: int
+    """Tokens, filled up to whole tiles, or with maps to whole spans."""
+    start_S: Tensor | None
+    """[S] int32: where each token's document starts; None: one document a row."""
+    end_S: Tensor | None
+
+
+def span_tiles(tokens: int, C: int) -> int:
+    """Tiles in a span, a power of 2 near the root of their number: a query has a version for about
+    half the tiles of its span and for about half the spans."""
+    tiles = max(1, -(-tokens // C))
+    return 2 ** ((tiles.bit_length() - 1) // 2)
+
+
+def layout_of(
+    T: int, heads: int, C: int, maps: bool, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> Layout:
+    longest = T if max_seqlen is None else min(max_seqlen, T)
+    span = span_tiles(longest, C) if maps else 1
+    S = triton.cdiv(T, span * C) * span * C
+    # Two tokens of a document are at most longest - 1 apart, those of spans a lag of n apart at
+    # least (n - 1) span C + 1.
+    lags = min((longest - 2) // (span * C) + 1, S // (span * C) - 1) if longest > 1 else 0
+    start_S = end_S = None
+    if cu_seqlens is not None:
+        bounds = F.pad(cu_seqlens.long(), (0, 1), value=S)
+        document_S = documents(cu_seqlens, S, 0, cu_seqlens.device)
+        start_S, end_S = bounds[document_S - 1].int(), bounds[document_S].int()
+    return Layout(heads, C, span, lags, S, start_S, end_S)

@@ -7,118 +7,26 @@ inside a document:
     logits inside Q K^T - M X,  q to the left edge Q - M Y
     k to the right edge K - X^T W,  P = I - W^T Y
 
-P is multiplied by others hundreds of times: W W^T and P are fp32 products, the rest is in tf32, and
-gradients are in bf16.
+P is multiplied by others hundreds of times: W W^T, Y and P are products of operands in two bf16
+parts, P is kept in two fp16 parts. What is bounded by |q|, |k| or 2 enters products in fp16, which
+has 8 times bf16's precision; gradients are in bf16.
 """
 
 # Launches take keywords that the kernels' signatures do not have.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
-from dataclasses import dataclass
-
-import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from mixtron.kernels.triton_tools import INTERPRETED, tile
 
-WARPS = 8
-
-
-@dataclass
-class Solved:
-    """Of every tile, fp32."""
-
-    L_BGSC: Tensor
-    X_BGSC: Tensor
-    Y_BGSK: Tensor
-    k_BGSK: Tensor
-    map_BGNKK: Tensor
-
-
-class Tiles(torch.autograd.Function):
-    """q carried to its tile's left edge [B, H, S, K], k to its right edge [B, G, S, K], the tiles'
-    maps [B, G, N, K, K] and the logits inside tiles [B, H, S, C], not masked; all fp32."""
-
-    @staticmethod
-    def forward(ctx, q, k, w, beta, scale, start_S, S, C):  # type: ignore[override]
-        (B, T, H, K), G = q.shape, k.shape[2]
-        solved = _solve(k, w, beta, start_S, S, C)
-        q_BHSK = w.new_empty(B, H, S, K)
-        logits_BHSC = w.new_empty(B, H, S, C)
-        carry_queries_kernel[(S // C, B * H)](
-            q, k, w, start_S, solved.X_BGSC, solved.Y_BGSK, q_BHSK, logits_BHSC, scale, T, S,
-            H=H, G=G, K=K, C=C, DOCUMENTS=start_S is not None, num_warps=WARPS, num_stages=1,
-        )  # fmt: skip
-        ctx.save_for_backward(q, k, w, beta, start_S, solved.L_BGSC, solved.X_BGSC, solved.Y_BGSK)
-        ctx.options = scale, S, C
-        return q_BHSK, solved.k_BGSK, solved.map_BGNKK, logits_BHSC
-
-    @staticmethod
-    def backward(ctx, dqc_BHSK, dkc_BGSK, dmap_BGNKK, dlogits_BHSC):  # type: ignore[override]
-        q, k, w, beta, start_S, L_BGSC, X_BGSC, Y_BGSK = ctx.saved_tensors
-        scale, S, C = ctx.options
-        (B, T, H, K), G = q.shape, k.shape[2]
-        shape = {"H": H, "G": G, "K": K, "C": C, "LOW": tl.float32 if INTERPRETED else tl.bfloat16}
-        launch = {"num_warps": WARPS, "num_stages": 1}
-        masked = {"DOCUMENTS": start_S is not None}
-        dq, dk, dw, dbeta = (torch.empty_like(x) for x in (q, k, w, beta))
-        low = torch.float32 if INTERPRETED else torch.bfloat16
-        M_BHSC, dM_BHSC = (torch.empty_like(dlogits_BHSC, dtype=low) for _ in range(2))
-        dqc_BHSK, dlogits_BHSC = dqc_BHSK.contiguous(), dlogits_BHSC.contiguous()
-        query_gradient_kernel[(S // C, B * H)](
-            q, k, w, start_S, X_BGSC, Y_BGSK, dqc_BHSK, dlogits_BHSC, dq, M_BHSC, dM_BHSC,
-            scale, T, S, **shape, **masked, **launch,
-        )  # fmt: skip
-        dX, dY, dk_own, dw_own = (torch.empty_like(x) for x in (X_BGSC, Y_BGSK, Y_BGSK, Y_BGSK))
-        for left, right, out, factor in (
-            (M_BHSC, dlogits_BHSC, dX, -1.0),
-            (M_BHSC, dqc_BHSK, dY, -1.0),
-            (dlogits_BHSC, q, dk_own, scale),
-            (dM_BHSC, q, dw_own, scale),
-        ):
-            sum_kernel[(S // C, B * G)](
-                left, right, out, factor, T, S, E=out.shape[3],
-                NATURAL=right is q, **shape, **launch,
-            )  # fmt: skip
-        key_gradient_kernel[(S // C, B * G)](
-            k, w, beta, start_S, L_BGSC, X_BGSC, Y_BGSK, dkc_BGSK.contiguous(),
-            dmap_BGNKK.contiguous(), dX, dY, dk_own, dw_own, dk, T, S, **shape, **masked, **launch,
-        )  # fmt: skip
-        inverse_gradient_kernel[(S // C, B * G)](
-            k, w, beta, start_S, L_BGSC, dX, dY, dw_own, dw, dbeta, T, S,
-            **shape, **masked, **launch,
-        )  # fmt: skip
-        return dq, dk, dw, dbeta, None, None, None, None
-
-
-def _solve(k: Tensor, w: Tensor, beta: Tensor, start_S: Tensor | None, S: int, C: int) -> Solved:
-    B, T, G, K = k.shape
-    w_BGNCK = F.pad(w, (0, 0, 0, 0, 0, S - T)).unflatten(1, (-1, C)).permute(0, 3, 1, 2, 4)
-    w_BGNCK = w_BGNCK.contiguous()
-    gram_BGNCC = w_BGNCK @ w_BGNCK.mT
-    L_BGSC, U_BGNCC = w.new_empty(B, G, S, C), torch.empty_like(gram_BGNCC)
-    grid, documents = (S // C, B * G), start_S is not None
-    inverse_kernel[grid](
-        gram_BGNCC, beta, start_S, L_BGSC, U_BGNCC, T, S,
-        G=G, C=C, DOCUMENTS=documents, num_warps=WARPS, num_stages=1,
-    )  # fmt: skip
-    Y_BGNCK = U_BGNCC @ w_BGNCK
-    identity_KK = torch.eye(K, dtype=w.dtype, device=w.device)
-    map_BGNKK = identity_KK - w_BGNCK.mT @ Y_BGNCK
-    X_BGSC, k_BGSK = torch.empty_like(L_BGSC), w.new_empty(B, G, S, K)
-    carry_keys_kernel[grid](
-        k, w, start_S, U_BGNCC, X_BGSC, k_BGSK, T, S,
-        G=G, K=K, C=C, DOCUMENTS=documents, num_warps=WARPS, num_stages=1,
-    )  # fmt: skip
-    return Solved(L_BGSC, X_BGSC, Y_BGNCK.flatten(2, 3), k_BGSK, map_BGNKK)
+TWO_PARTS = tl.constexpr("ieee" if INTERPRETED else "bf16x3")
+"""Of fp32 operands in two bf16 parts each, three products."""
 
 
 @triton.jit
 def inverse(A_CC, C: tl.constexpr):
-    """(I + A)^-1 for a strictly lower triangular A [C, C] fp32, C >= 32.
+    """(I + A)^-1 for a strictly lower triangular A [C, C] fp32, C of 16, 32 or 64.
 
     The inverse of twice as large diagonal blocks follows from that of the smaller ones, up to 16
     rows each by itself (as in triton_tools).
@@ -136,7 +44,7 @@ def inverse(A_CC, C: tl.constexpr):
         X_x16x16 = X_x16x16 - tl.dot(product, X_x16x16, input_precision="tf32")
     X_CC = tl.reshape(tl.where(own, X_x16x16[:, :, None, :], 0.0), (C, C))
     row_C = tl.arange(0, C)
-    for half in tl.static_range(4, 7):
+    for half in tl.static_range(4, 6):
         if 2**half < C:
             O_CC = tl.where(below(row_C, 2**half), A_CC, 0.0)
             product = tl.dot(X_CC, O_CC, input_precision="tf32")
@@ -162,184 +70,165 @@ def pairs(start_S, first, C: tl.constexpr, DOCUMENTS: tl.constexpr):
     return upto_CC
 
 
-@triton.jit(do_not_specialize=("T",))
-def inverse_kernel(
-    gram, beta, start_S, L, U, T, S, G: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr
-):
-    """L and U of a tile from W W^T."""
-    n = tl.program_id(0)
-    bg = tl.program_id(1).to(tl.int64)
-    b, g = bg // G, bg % G
+@triton.jit
+def gram(w_row, w_column, beta_column, start_row, first_row, first_column, C: tl.constexpr):
+    """Rows of A: [C, C] of C later (or the same) and C earlier tokens."""
     row_C = tl.arange(0, C)
-    t_C = n * C + row_C
-    own = bg * S + n * C
-    beta_C = tl.load(beta + (b * T + t_C) * G + g, t_C < T, 0.0)
-    below_CC = pairs(start_S, n * C, C, DOCUMENTS) & (row_C[:, None] > row_C[None, :])
-    A_CC = tl.load(tile(gram, own, C, row_C, row_C)) * beta_C[None, :]
-    L_CC = inverse(tl.where(below_CC, A_CC, 0.0), C)
-    tl.store(tile(L, own, C, row_C, row_C), L_CC)
-    tl.store(tile(U, own, C, row_C, row_C), L_CC * beta_C[:, None])
+    A_CC = tl.dot(w_row, tl.trans(w_column), input_precision=TWO_PARTS) * beta_column[None, :]
+    column_1C = (first_column + row_C)[None, :]
+    seen_CC = (column_1C < (first_row + row_C)[:, None]) & (column_1C >= start_row[:, None])
+    return tl.where(seen_CC, A_CC, 0.0)
 
 
-@triton.jit(do_not_specialize=("T",))
-def carry_keys_kernel(
-    k, w, start_S, U, X, k_carried, T, S,
-    G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr,
+VARYING = ("T", "heads", "H", "groups", "G")
+"""Of which no value is worth a compilation of its own. Inputs and their gradients have `heads`
+query or `groups` key/value heads a row, of which H and G are taken; R = H / G."""
+
+
+@triton.jit(do_not_specialize=VARYING)
+def inverse_kernel(
+    w, beta, start_S, L, T, S, groups, G,
+    K: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """X and the keys carried to the right edge."""
+    """L of a tile, from those of its halves: [[L_1, 0], [-L_2 A_21 L_1, L_2]]."""
+    HALF: tl.constexpr = C // 2
     n = tl.program_id(0)
     bg = tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G
-    row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    inside_C1 = (n * C + row_C < T)[:, None]
+    row_H, key_K = tl.arange(0, HALF), tl.arange(0, K)
+    t1_H = n * C + row_H
+    t2_H = t1_H + HALF
     first, own = b * T + n * C, bg * S + n * C
-    below_CC = pairs(start_S, n * C, C, DOCUMENTS) & (row_C[:, None] > row_C[None, :])
-    w_CK = tl.load(tile(w + g * K, first, G * K, row_C, key_K), inside_C1, 0.0)
-    k_CK = tl.load(tile(k + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(tl.float32)
-    B_CC = tl.where(below_CC, tl.dot(w_CK, tl.trans(k_CK), input_precision="tf32"), 0.0)
-    U_CC = tl.load(tile(U, own, C, row_C, row_C))
-    X_CC = tl.dot(U_CC, B_CC, input_precision="tf32")
-    tl.store(tile(X, own, C, row_C, row_C), X_CC)
-    k_CK -= tl.dot(tl.trans(X_CC), w_CK, input_precision="tf32")
-    tl.store(tile(k_carried, own, K, row_C, key_K), k_CK)
+    w += g * K
+    beta += b * T * groups + g
+    w1_HK = tl.load(tile(w, first, groups * K, row_H, key_K), (t1_H < T)[:, None], 0.0)
+    w2_HK = tl.load(tile(w, first + HALF, groups * K, row_H, key_K), (t2_H < T)[:, None], 0.0)
+    beta1_H = tl.load(beta + t1_H * groups, t1_H < T, 0.0)
+    beta2_H = tl.load(beta + t2_H * groups, t2_H < T, 0.0)
+    start1_H, start2_H = 0 * t1_H, 0 * t2_H
+    if DOCUMENTS:
+        start1_H, start2_H = tl.load(start_S + t1_H), tl.load(start_S + t2_H)
+    middle = n * C + HALF
+    L1_HH = inverse(gram(w1_HK, w1_HK, beta1_H, start1_H, n * C, n * C, HALF), HALF)
+    tl.store(tile(L, own, C, row_H, row_H), L1_HH)
+    tl.store(tile(L + HALF, own, C, row_H, row_H), tl.zeros([HALF, HALF], tl.float32))
+    L2_HH = inverse(gram(w2_HK, w2_HK, beta2_H, start2_H, middle, middle, HALF), HALF)
+    tl.store(tile(L + HALF, own + HALF, C, row_H, row_H), L2_HH)
+    A_HH = gram(w2_HK, w1_HK, beta1_H, start2_H, middle, n * C, HALF)
+    A_HH = tl.dot(L2_HH, A_HH, input_precision="tf32")
+    A_HH = -tl.dot(A_HH, L1_HH, input_precision="tf32")
+    tl.store(tile(L, own + HALF, C, row_H, row_H), A_HH)
 
 
-@triton.jit(do_not_specialize=("T",))
-def carry_queries_kernel(
-    q, k, w, start_S, X, Y, q_carried, logits, scale, T, S,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr,
+@triton.jit(do_not_specialize=VARYING)
+def solve_kernel(
+    k, w, beta, start_S, L, XT, Y, k_carried, k_exact, maps, maps_rest,
+    T, S, groups, G,
+    K: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """A query head's logits inside a tile, and its queries carried to the left edge."""
-    n = tl.program_id(0)
-    bh = tl.program_id(1).to(tl.int64)
-    b, h = bh // H, bh % H
-    g = h // (H // G)
-    row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    inside_C1 = (n * C + row_C < T)[:, None]
-    first, own, shared = b * T + n * C, bh * S + n * C, (b * G + g) * S + n * C
-    q_CK = tl.load(tile(q + h * K, first, H * K, row_C, key_K), inside_C1, 0.0).to(tl.float32)
-    w_CK = tl.load(tile(w + g * K, first, G * K, row_C, key_K), inside_C1, 0.0)
-    M_CC = tl.dot(q_CK, tl.trans(w_CK), input_precision="tf32")
-    M_CC = tl.where(pairs(start_S, n * C, C, DOCUMENTS), M_CC, 0.0)
-    Y_CK = tl.load(tile(Y, shared, K, row_C, key_K))
-    carried_CK = q_CK - tl.dot(M_CC, Y_CK, input_precision="tf32")
-    tl.store(tile(q_carried, own, K, row_C, key_K), carried_CK * scale)
-    k_CK = tl.load(tile(k + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(tl.float32)
-    X_CC = tl.load(tile(X, shared, C, row_C, row_C))
-    logits_CC = tl.dot(q_CK, tl.trans(k_CK), input_precision="tf32")
-    logits_CC -= tl.dot(M_CC, X_CC, input_precision="tf32")
-    tl.store(tile(logits, own, C, row_C, row_C), logits_CC * scale)
-
-
-@triton.jit(do_not_specialize=("T",))
-def query_gradient_kernel(
-    q, k, w, start_S, X, Y, dq_carried, dlogits, dq, M, dM, scale, T, S,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):  # fmt: skip
-    """A query head's dq, and for what its key/value head gathers M and dM."""
-    n = tl.program_id(0)
-    bh = tl.program_id(1).to(tl.int64)
-    b, h = bh // H, bh % H
-    g = h // (H // G)
-    row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    inside_C1 = (n * C + row_C < T)[:, None]
-    first, own, shared = b * T + n * C, bh * S + n * C, (b * G + g) * S + n * C
-    seen_CC = pairs(start_S, n * C, C, DOCUMENTS)
-    q_CK = tl.load(tile(q + h * K, first, H * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    w_CK = tl.load(tile(w + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    M_CC = tl.where(seen_CC, tl.dot(q_CK, tl.trans(w_CK)), 0.0) * scale
-    tl.store(tile(M, own, C, row_C, row_C), M_CC.to(M.dtype.element_ty))
-    dqc_CK = tl.load(tile(dq_carried, own, K, row_C, key_K))
-    Y_CK = tl.load(tile(Y, shared, K, row_C, key_K)).to(LOW)
-    dM_CC = tl.dot(dqc_CK.to(LOW), tl.trans(Y_CK))
-    dL_CC = tl.load(tile(dlogits, own, C, row_C, row_C)).to(LOW)
-    X_CC = tl.load(tile(X, shared, C, row_C, row_C)).to(LOW)
-    dM_CC = tl.where(seen_CC, -tl.dot(dL_CC, tl.trans(X_CC), dM_CC), 0.0)
-    tl.store(tile(dM, own, C, row_C, row_C), dM_CC.to(dM.dtype.element_ty))
-    k_CK = tl.load(tile(k + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    dq_CK = tl.dot(dL_CC, k_CK, dqc_CK)
-    dq_CK = tl.dot(dM_CC.to(LOW), w_CK, dq_CK) * scale
-    dq_tile = tile(dq + h * K, first, H * K, row_C, key_K)
-    tl.store(dq_tile, dq_CK.to(dq.dtype.element_ty), inside_C1)
-
-
-@triton.jit(do_not_specialize=("T",))
-def sum_kernel(
-    left, right, out, factor, T, S,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
-    E: tl.constexpr, NATURAL: tl.constexpr,
-):  # fmt: skip
-    """factor left^T right of a tile, summed over a key/value head's query heads. left is
-    [B, H, S, C], right [B, H, S, E], or [B, T, H, E] where NATURAL."""
+    """X^T, Y and P of a tile, and its keys carried to the right edge (twice: as attention reads
+    them, and for another product)."""
     n = tl.program_id(0)
     bg = tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G
+    row_C, key_K = tl.arange(0, C), tl.arange(0, K)
+    t_C = n * C + row_C
+    inside_C1 = (t_C < T)[:, None]
+    first, own = b * T + n * C, bg * S + n * C
+    start_C = 0 * t_C
+    if DOCUMENTS:
+        start_C = tl.load(start_S + t_C)
+    later_CC = (t_C[:, None] < t_C[None, :]) & (t_C[:, None] >= start_C[None, :])
+    w_tile, L_tile = tile(w + g * K, first, groups * K, row_C, key_K), tile(L, own, C, row_C, row_C)
+    beta_C = tl.load(beta + (b * T + t_C) * groups + g, t_C < T, 0.0)
+    w_CK = tl.load(w_tile, inside_C1, 0.0).to(FINE)
+    k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0)
+    BT_CC = tl.where(later_CC, tl.dot(k_CK.to(FINE), tl.trans(w_CK)), 0.0).to(FINE)
+    U_CC = (tl.load(L_tile) * beta_C[:, None]).to(FINE)
+    XT_CC = tl.dot(BT_CC, tl.trans(U_CC)).to(FINE)
+    tl.store(tile(XT, own, C, row_C, row_C), XT_CC)
+    k_CK = k_CK.to(tl.float32) - tl.dot(XT_CC, w_CK)
+    tl.store(tile(k_carried, own, K, row_C, key_K), k_CK.to(k_carried.dtype.element_ty))
+    tl.store(tile(k_exact, own, K, row_C, key_K), k_CK.to(FINE))
+    # Read once more, rather than held in fp32 all along.
+    w_CK = tl.load(w_tile, inside_C1, 0.0)
+    Y_CK = tl.dot(tl.load(L_tile) * beta_C[:, None], w_CK, input_precision=TWO_PARTS)
+    tl.store(tile(Y, own, K, row_C, key_K), Y_CK.to(FINE))
+    map_KK = tl.where(key_K[:, None] == key_K[None, :], 1.0, 0.0)
+    map_KK -= tl.dot(tl.trans(w_CK), Y_CK, input_precision=TWO_PARTS)
+    map_row = (bg * (S // C) + n) * K
+    tl.store(tile(maps, map_row, K, key_K, key_K), map_KK.to(FINE))
+    rest_KK = map_KK - map_KK.to(FINE).to(tl.float32)
+    tl.store(tile(maps_rest, map_row, K, key_K, key_K), rest_KK.to(FINE))
+
+
+@triton.jit
+def gathered(
+    left, right, bg, n, T, S, heads, H,
+    R: tl.constexpr, C: tl.constexpr, E: tl.constexpr, LOW: tl.constexpr,
+    NATURAL: tl.constexpr,
+):  # fmt: skip
+    """left^T right of a tile, summed over a key/value head's query heads. left is [B, H, S, C],
+    right [B, H, S, E], or [B, T, H, E] where NATURAL."""
+    b, g = bg // (H // R), bg % (H // R)
     row_C, column_E = tl.arange(0, C), tl.arange(0, E)
     inside_C1 = (n * C + row_C < T)[:, None]
     acc_CE = tl.zeros([C, E], tl.float32)
-    for r in range(H // G):
-        h = g * (H // G) + r
-        left_CC = tl.load(tile(left, (b * H + h) * S + n * C, C, row_C, row_C)).to(LOW)
+    for r in range(R):
+        h = g * R + r
+        left_CC = tl.load(tile(left, (b * H + h) * S + n * C, C, row_C, row_C))
         if NATURAL:
-            right_tile = tile(right + h * E, b * T + n * C, H * E, row_C, column_E)
+            right_tile = tile(right + h * E, b * T + n * C, heads * E, row_C, column_E)
+            right_CE = tl.load(right_tile, inside_C1, 0.0).to(LOW)
         else:
-            right_tile = tile(right, (b * H + h) * S + n * C, E, row_C, column_E)
-        right_CE = tl.load(right_tile, inside_C1, 0.0).to(LOW)
+            right_CE = tl.load(tile(right, (b * H + h) * S + n * C, E, row_C, column_E))
         acc_CE = tl.dot(tl.trans(left_CC), right_CE, acc_CE)
-    tl.store(tile(out, bg * S + n * C, E, row_C, column_E), acc_CE * factor)
+    return acc_CE
 
 
-@triton.jit(do_not_specialize=("T",))
+@triton.jit(do_not_specialize=VARYING)
 def key_gradient_kernel(
-    k, w, beta, start_S, L, X, Y, dk_carried, dmaps, dX, dY, dk_own, dw_own, dk, T, S,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
+    q, k, w, beta, start_S, L, M, dq_carried, dlogits, dk_carried, dmaps, dX, dY, dB, dk,
+    scale, T, S, heads, H,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile's dk; dX, dY and what dw has so far, each in the place of what the queries gave."""
+    """A tile's dk, dX, dB and dY."""
     n = tl.program_id(0)
     bg = tl.program_id(1).to(tl.int64)
+    G, groups = H // R, heads // R
     b, g = bg // G, bg % G
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     t_C = n * C + row_C
     inside_C1 = (t_C < T)[:, None]
     first, own = b * T + n * C, bg * S + n * C
     below_CC = pairs(start_S, n * C, C, DOCUMENTS) & (row_C[:, None] > row_C[None, :])
-    w_CK = tl.load(tile(w + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    beta_C = tl.load(beta + (b * T + t_C) * G + g, t_C < T, 0.0)
-    dkc_CK = tl.load(tile(dk_carried, own, K, row_C, key_K)).to(LOW)
-    dX_tile, dY_tile = tile(dX, own, C, row_C, row_C), tile(dY, own, K, row_C, key_K)
-    dX_CC = tl.load(dX_tile) - tl.dot(w_CK, tl.trans(dkc_CK))
-    tl.store(dX_tile, dX_CC)
-    L_CC = tl.load(tile(L, own, C, row_C, row_C))
-    U_CC = (L_CC * beta_C[:, None]).to(LOW)
-    dB_CC = tl.where(below_CC, tl.dot(tl.trans(U_CC), dX_CC.to(LOW)), 0.0).to(LOW)
-    dk_CK = tl.load(tile(dk_own, own, K, row_C, key_K))
-    dk_CK += tl.load(tile(dk_carried, own, K, row_C, key_K))
-    dk_CK = tl.dot(tl.trans(dB_CC), w_CK, dk_CK)
-    dk_tile = tile(dk + g * K, first, G * K, row_C, key_K)
+    w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    dY_CK = gathered(M, dq_carried, bg, n, T, S, heads, H, R, C, K, LOW, False)
+    dP_KK = tl.load(tile(dmaps, (bg * (S // C) + n) * K, K, key_K, key_K))
+    dY_CK = tl.dot(w_CK, dP_KK, dY_CK)
+    tl.store(tile(dY, own, K, row_C, key_K), (-dY_CK).to(LOW))
+    dkc_tile = tile(dk_carried, own, K, row_C, key_K)
+    dX_CC = gathered(M, dlogits, bg, n, T, S, heads, H, R, C, C, LOW, False)
+    dX_CC = tl.dot(w_CK, tl.trans(tl.load(dkc_tile).to(LOW)), dX_CC)
+    dX_CC = (-dX_CC).to(LOW)
+    tl.store(tile(dX, own, C, row_C, row_C), dX_CC)
+    beta_C = tl.load(beta + (b * T + t_C) * groups + g, t_C < T, 0.0)
+    U_CC = (tl.load(tile(L, own, C, row_C, row_C)) * beta_C[:, None]).to(LOW)
+    dB_CC = tl.where(below_CC, tl.dot(tl.trans(U_CC), dX_CC), 0.0).to(LOW)
+    tl.store(tile(dB, own, C, row_C, row_C), dB_CC)
+    dk_CK = gathered(dlogits, q, bg, n, T, S, heads, H, R, C, K, LOW, True)
+    dk_CK = tl.dot(tl.trans(dB_CC), w_CK, dk_CK * scale + tl.load(dkc_tile))
+    dk_tile = tile(dk + g * K, first, groups * K, row_C, key_K)
     tl.store(dk_tile, dk_CK.to(dk.dtype.element_ty), inside_C1)
-    dw_tile = tile(dw_own, own, K, row_C, key_K)
-    k_CK = tl.load(tile(k + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    dw_CK = tl.dot(dB_CC, k_CK, tl.load(dw_tile))
-    X_CC = tl.load(tile(X, own, C, row_C, row_C)).to(LOW)
-    dw_CK -= tl.dot(X_CC, dkc_CK)
-    dP_KK = tl.load(tile(dmaps, (bg * (S // C) + n) * K, K, key_K, key_K)).to(LOW)
-    Y_CK = tl.load(tile(Y, own, K, row_C, key_K)).to(LOW)
-    dw_CK -= tl.dot(Y_CK, tl.trans(dP_KK))
-    dY_CK = tl.load(dY_tile) - tl.dot(w_CK, dP_KK)
-    tl.store(dY_tile, dY_CK)
-    dw_CK = tl.dot(tl.trans(U_CC), dY_CK.to(LOW), dw_CK)
-    tl.store(dw_tile, dw_CK)
 
 
-@triton.jit(do_not_specialize=("T",))
+@triton.jit(do_not_specialize=VARYING)
 def inverse_gradient_kernel(
-    k, w, beta, start_S, L, dX, dY, dw_own, dw, dbeta, T, S,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
+    k, w, beta, start_S, L, dX, dY, dA, dbeta, T, S, groups, G,
+    K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The rest of a tile's dw, and dbeta: what passes through L."""
+    """A tile's dbeta, and that of A diag(beta)^-1: what passes through L."""
     n = tl.program_id(0)
     bg = tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G
@@ -348,24 +237,50 @@ def inverse_gradient_kernel(
     inside_C1 = (t_C < T)[:, None]
     first, own = b * T + n * C, bg * S + n * C
     below_CC = pairs(start_S, n * C, C, DOCUMENTS) & (row_C[:, None] > row_C[None, :])
-    w_CK = tl.load(tile(w + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    beta_C = tl.load(beta + (b * T + t_C) * G + g, t_C < T, 0.0)
-    k_CK = tl.load(tile(k + g * K, first, G * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
     B_CC = tl.where(below_CC, tl.dot(w_CK, tl.trans(k_CK)), 0.0).to(LOW)
-    dX_CC = tl.load(tile(dX, own, C, row_C, row_C)).to(LOW)
-    dU_CC = tl.dot(dX_CC, tl.trans(B_CC))
-    dY_CK = tl.load(tile(dY, own, K, row_C, key_K)).to(LOW)
-    dU_CC = tl.dot(dY_CK, tl.trans(w_CK), dU_CC)
-    L_CC = tl.load(tile(L, own, C, row_C, row_C))
-    dbeta_C = tl.sum(dU_CC * L_CC, 1)
+    dU_CC = tl.dot(tl.load(tile(dX, own, C, row_C, row_C)), tl.trans(B_CC))
+    dU_CC = tl.dot(tl.load(tile(dY, own, K, row_C, key_K)), tl.trans(w_CK), dU_CC)
+    L_CC = tl.load(tile(L, own, C, row_C, row_C)).to(LOW)
+    beta_C = tl.load(beta + (b * T + t_C) * groups + g, t_C < T, 0.0)
+    dbeta_C = tl.sum(dU_CC * L_CC.to(tl.float32), 1)
     # Of L = (I + A)^-1: dA = -L^T dL L^T.
-    dL_CC = (dU_CC * beta_C[:, None]).to(LOW)
-    L_CC = L_CC.to(LOW)
-    dA_CC = tl.dot(tl.trans(L_CC), dL_CC).to(LOW)
+    dA_CC = tl.dot(tl.trans(L_CC), (dU_CC * beta_C[:, None]).to(LOW)).to(LOW)
     dA_CC = tl.where(below_CC, -tl.dot(dA_CC, tl.trans(L_CC)), 0.0)
+    tl.store(tile(dA, own, C, row_C, row_C), (dA_CC * beta_C[None, :]).to(LOW))
     dbeta_C += tl.sum(dA_CC * tl.dot(w_CK, tl.trans(w_CK)), 0)
-    tl.store(dbeta + (b * T + t_C) * G + g, dbeta_C, t_C < T)
-    dG_CC = (dA_CC * beta_C[None, :]).to(LOW)
-    dw_CK = tl.dot(dG_CC, w_CK, tl.load(tile(dw_own, own, K, row_C, key_K)))
-    dw_CK = tl.dot(tl.trans(dG_CC), w_CK, dw_CK)
-    tl.store(tile(dw + g * K, first, G * K, row_C, key_K), dw_CK, inside_C1)
+    tl.store(dbeta + (b * T + t_C) * groups + g, dbeta_C, t_C < T)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def map_row_gradient_kernel(
+    q, k, w, beta, L, XT, Y, dM, dk_carried, dmaps, dY, dB, dA, dw, T, S, heads, H,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """A tile's dw."""
+    n = tl.program_id(0)
+    bg = tl.program_id(1).to(tl.int64)
+    G, groups = H // R, heads // R
+    b, g = bg // G, bg % G
+    row_C, key_K = tl.arange(0, C), tl.arange(0, K)
+    t_C = n * C + row_C
+    inside_C1 = (t_C < T)[:, None]
+    first, own = b * T + n * C, bg * S + n * C
+    dw_CK = gathered(dM, q, bg, n, T, S, heads, H, R, C, K, LOW, True)
+    w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    dA_CC = tl.load(tile(dA, own, C, row_C, row_C))
+    dw_CK = tl.dot(dA_CC, w_CK, dw_CK)
+    dw_CK = tl.dot(tl.trans(dA_CC), w_CK, dw_CK)
+    k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    dw_CK = tl.dot(tl.load(tile(dB, own, C, row_C, row_C)), k_CK, dw_CK)
+    beta_C = tl.load(beta + (b * T + t_C) * groups + g, t_C < T, 0.0)
+    U_CC = (tl.load(tile(L, own, C, row_C, row_C)) * beta_C[:, None]).to(LOW)
+    dw_CK = tl.dot(tl.trans(U_CC), tl.load(tile(dY, own, K, row_C, key_K)), dw_CK)
+    XT_CC = (-tl.load(tile(XT, own, C, row_C, row_C))).to(LOW)
+    dkc_CK = tl.load(tile(dk_carried, own, K, row_C, key_K)).to(LOW)
+    dw_CK = tl.dot(tl.trans(XT_CC), dkc_CK, dw_CK)
+    Y_CK = (-tl.load(tile(Y, own, K, row_C, key_K))).to(LOW)
+    dP_KK = tl.load(tile(dmaps, (bg * (S // C) + n) * K, K, key_K, key_K))
+    dw_CK = tl.dot(Y_CK, tl.trans(dP_KK), dw_CK)
+    tl.store(tile(dw + g * K, first, groups * K, row_C, key_K), dw_CK, inside_C1)

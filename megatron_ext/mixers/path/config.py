@@ -14,7 +14,7 @@ from mixtron.megatron_ext.mixers.base import (
 Positive = Annotated[int, Field(gt=0)]
 SHORTEST_BLOCK, LONGEST_BLOCK, PLAIN_BLOCK = 16, 128, 64
 """Of kernels/path_attention/blocks.py, which this file cannot import: it needs torch."""
-TRITON_DIMS, TRITON_TILE, TRITON_WORKSPACE_BYTES = (64, 128), 128, 2**29
+TRITON_DIMS, TRITON_TILE, TRITON_WORKSPACE_BYTES = (64, 128), 128, 2**30
 """Of kernels/path_attention/triton_op.py and triton_plan.py, likewise."""
 
 
@@ -193,15 +193,17 @@ class PathFamilyConfig(MixerConfig):
         fp32 = self.heads * (20 if self.gated else 3)
         if not self.rank:
             return tokens * (elements * element + 4 * fp32) / tensor
-        fp32 += 2 * kv  # w's gradient, and one piece's
+        fp32 += kv  # w's gradient
         # What one key/value head needs (kernels/path_attention/triton_carry.py), as if all tokens
         # were one document: there are half as many spans as tiles in a span, or twice as many.
         K, C, shared = self.head_dim, TRITON_TILE, self.heads // self.kv_heads
         versions = 1.25 * (tokens / C) ** 0.5
         one = tokens * (
             2 * 2 * K * shared * versions
-            + 6 * 4 * K * K / C
-            + 4 * (6 * K * (1 + shared) + 4 * C * (1 + shared))
+            + 8 * C
+            + 20 * K
+            + 8 * K * K / C
+            + shared * (8 * C + 2 * K)
         )
         piece = max(one, min(TRITON_WORKSPACE_BYTES, one * self.kv_heads / tensor))
         return tokens * (elements * element + 4 * fp32) / tensor + piece
