@@ -264,28 +264,33 @@ def query_kernel(
         tl.store(tile(read_BJNKV, state, V, key_K, value_V), read_KV)
     dq_CK = decayed(dq_CK, G_CK, reached_C) * scale
     upto_CC = (row_C[:, None] >= row_C[None, :]) & (document_C[:, None] == document_C[None, :])
-    dP_CC = tl.where(upto_CC, dP_CC * scale, 0.0)
-    tl.store(tile(dP_BHTC, at, C, row_C, row_C), dP_CC.to(dP_BHTC.dtype.element_ty))
+    dP_low_CC = tl.where(upto_CC, dP_CC * scale, 0.0).to(dP_BHTC.dtype.element_ty)
+    tl.store(tile(dP_BHTC, at, C, row_C, row_C), dP_low_CC)
 
+    # As keys see it, so that the two parts of a pair in the gradient of G cancel.
+    dP_CC = dP_low_CC.to(tl.float32)
     k_tile = tile(k_BTHK + h * K, first, H * K, row_C, key_K)
     k_CK = tl.load(k_tile, inside_C1, 0.0).to(tl.float32)
-    dP_low_CC = dP_CC.to(PRODUCT)
     for r in range(SUB - 1, C - 1, SUB):
         G_r_1K = tl.load(G_BHTK + (at + r) * K + key_K)[None, :]
         same_C = document_C == tl.sum(tl.where(row_C == r, document_C, 0), 0)
         later_C = same_C & (row_C > r) & (row_C <= r + SUB)
-        k_r_CK = decayed(k_CK, G_r_1K - G_CK, same_C & (row_C <= r)).to(PRODUCT)
-        dq_CK += decayed(tl.dot(dP_low_CC, k_r_CK), G_CK - G_r_1K, later_C)
+        k_r_CK = decayed(k_CK, G_r_1K - G_CK, same_C & (row_C <= r))
+        dq_r_CK = tl.dot(dP_CC, k_r_CK, input_precision="tf32")
+        dq_CK += decayed(dq_r_CK, G_CK - G_r_1K, later_C)
     for i in range(SUB):
         other_C = row_C // SUB * SUB + i
         k_i_tile = tile(k_BTHK + h * K, first, H * K, other_C, key_K)
         k_i_CK = tl.load(k_i_tile, (n * C + other_C < T)[:, None], 0.0).to(tl.float32)
         G_i_CK = tl.load(tile(G_BHTK, at, K, other_C, key_K))
         dP_C = tl.sum(tl.where(row_C[None, :] == other_C[:, None], dP_CC, 0.0), 1)
-        dq_CK += decayed(dP_C[:, None] * k_i_CK, G_CK - G_i_CK, other_C <= row_C)
+        dq_CK += decayed(dP_C[:, None] * k_i_CK, G_CK - G_i_CK, other_C < row_C)
+    tl.store(tile(dG_BTHK + h * K, first, H * K, row_C, key_K), dq_CK * q_CK, inside_C1)
+    # Between a token and itself nothing decays.
+    own_C = tl.sum(tl.where(row_C[:, None] == row_C[None, :], dP_CC, 0.0), 1)
+    dq_CK += own_C[:, None] * k_CK
     dq_tile = tile(dq_BTHK + h * K, first, H * K, row_C, key_K)
     tl.store(dq_tile, dq_CK.to(dq_BTHK.dtype.element_ty), inside_C1)
-    tl.store(tile(dG_BTHK + h * K, first, H * K, row_C, key_K), dq_CK * q_CK, inside_C1)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -358,22 +363,20 @@ def key_kernel(
     q_tile = tile(q_BTHK + h * K, first, H * K, row_C, key_K)
     q_CK = tl.load(q_tile, inside_C1, 0.0).to(tl.float32)
     dP_CC = tl.load(dP_BHTC + at * C + row_C[None, :] * C + row_C[:, None]).to(tl.float32)
-    dP_low_CC = dP_CC.to(PRODUCT)
     for r in range(SUB - 1, C - 1, SUB):
         G_r_1K = tl.load(G_BHTK + (at + r) * K + key_K)[None, :]
         same_C = document_C == tl.sum(tl.where(row_C == r, document_C, 0), 0)
         later_C = same_C & (row_C > r) & (row_C <= r + SUB)
-        q_r_CK = decayed(q_CK, G_CK - G_r_1K, later_C).to(PRODUCT)
-        dk_CK += decayed(tl.dot(dP_low_CC, q_r_CK), G_r_1K - G_CK, same_C & (row_C <= r))
+        q_r_CK = decayed(q_CK, G_CK - G_r_1K, later_C)
+        dk_r_CK = tl.dot(dP_CC, q_r_CK, input_precision="tf32")
+        dk_CK += decayed(dk_r_CK, G_r_1K - G_CK, same_C & (row_C <= r))
     for i in range(SUB):
         other_C = row_C // SUB * SUB + i
         q_i_tile = tile(q_BTHK + h * K, first, H * K, other_C, key_K)
         q_i_CK = tl.load(q_i_tile, (n * C + other_C < T)[:, None], 0.0).to(tl.float32)
         G_i_CK = tl.load(tile(G_BHTK, at, K, other_C, key_K))
         dP_C = tl.sum(tl.where(row_C[None, :] == other_C[:, None], dP_CC, 0.0), 1)
-        dk_CK += decayed(dP_C[:, None] * q_i_CK, G_i_CK - G_CK, other_C >= row_C)
-    dk_tile = tile(dk_BTHK + h * K, first, H * K, row_C, key_K)
-    tl.store(dk_tile, dk_CK.to(dk_BTHK.dtype.element_ty), inside_C1)
+        dk_CK += decayed(dP_C[:, None] * q_i_CK, G_i_CK - G_CK, other_C > row_C)
 
     dG_tile = tile(dlog_decay_BTHK + h * K, first, H * K, row_C, key_K)
     dG_CK = tl.load(dG_tile, inside_C1, 0.0) - dk_CK * k_CK
@@ -386,3 +389,7 @@ def key_kernel(
     # Every row has been read by then.
     tl.debug_barrier()
     tl.store(dG_tile, dg_CK, inside_C1)
+    own_C = tl.sum(tl.where(row_C[:, None] == row_C[None, :], dP_CC, 0.0), 1)
+    dk_CK += own_C[:, None] * q_CK
+    dk_tile = tile(dk_BTHK + h * K, first, H * K, row_C, key_K)
+    tl.store(dk_tile, dk_CK.to(dk_BTHK.dtype.element_ty), inside_C1)

@@ -29,8 +29,11 @@ class Plan:
     """How the kernels are cut and launched; no search at run time, which would let ranks differ."""
 
     maps_warps: int = 4
+    # ptxas 12.8 leaves the address of an operand of 16 or 32 columns unset with 4 warps.
     scan_block_v: int = 32
-    scan_warps: int = 4
+    scan_warps: int = 8
+    reverse_block_v: int = 32
+    reverse_warps: int = 4
     output_warps: int = 4
     transition_warps: int = 8
     read_warps: int = 8
@@ -151,12 +154,12 @@ def reverse_scan(do, lambda_, maps, states, plan: TreePlan):
     dnodes_BJMKV = _nodes(do, maps, plan)
     dstates_BJSKV = torch.empty_like(states)
     dwrite_BJNKV = states.new_empty(B, J, plan.chunks, K, V)
-    block_v = min(PLAN.scan_block_v, V)
+    block_v = min(PLAN.reverse_block_v, V)
     reverse_scan_kernel[(V // block_v, B * J)](
         do, lambda_, Z, E, cumulative, plan.chunk_N4, plan.live_N, plan.following_N,
         dnodes_BJMKV, dstates_BJSKV, dwrite_BJNKV,
         T, plan.chunks, plan.bits, states.shape[2],
-        L=lambda_.shape[-1], BLOCK_V=block_v, **_value_dims(do, maps), num_warps=PLAN.scan_warps,
+        L=lambda_.shape[-1], BLOCK_V=block_v, **_value_dims(do, maps), num_warps=PLAN.reverse_warps,
     )  # fmt: skip
     return dstates_BJSKV, dwrite_BJNKV, dnodes_BJMKV
 
