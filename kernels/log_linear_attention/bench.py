@@ -161,10 +161,13 @@ def comparison(names: Sequence[str]) -> Rows:
 
 def growth() -> Rows:
     """From 4k to 256k tokens, as many in all."""
-    for T in [2**n for n in range(12, 19)]:
-        shape = (2**18 // T, T, 16, 128, 64)
-        for tree in (False, True):
-            yield timed(shape, "log-linear" if tree else "one state", ours, tree, 16)
+    for name, op, tree in (
+        ("one state", ours, False),
+        ("log-linear", ours, True),
+        ("log-linear delta rule", ours_delta, True),
+    ):
+        for T in [2**n for n in range(12, 19)]:
+            yield timed((2**18 // T, T, 16, 128, 64), name, op, tree, 16)
 
 
 def sweep(name: str) -> Rows:
