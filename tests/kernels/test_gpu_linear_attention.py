@@ -48,16 +48,17 @@ def make_inputs(op, T, *, B=1, H=2, J=4, K=64, V=64):
     return inputs
 
 
-def kernel(op, lengths):
+def kernel(op, lengths, **options):
     def one_state(q, k, v, log_decay):
         cu = None
         if lengths is not None:
             cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0), q.shape[1]], device="cuda")
-        return gated_linear_attention(q, k, v, log_decay, cu_seqlens=cu, backend="triton")[0]
+        packed = {"cu_seqlens": cu, "backend": "triton", **options}
+        return gated_linear_attention(q, k, v, log_decay, **packed)[0]
 
     def log_linear(q, k, v, log_decay, lambda_, beta=None):
-        options = {"lengths": lengths, "backend": "triton"}
-        return log_linear_attention(q, k, v, log_decay, beta, lambda_, **options)
+        packed = {"lengths": lengths, "backend": "triton"}
+        return log_linear_attention(q, k, v, log_decay, beta, lambda_, **packed)
 
     return log_linear if op.startswith("log_linear") else one_state
 
@@ -117,9 +118,9 @@ def run(function, inputs, dtype):
     return {"output": output.detach(), **dict(zip(inputs, gradients, strict=True))}
 
 
-def check(op, inputs, lengths=None):
-    found = run(kernel(op, lengths), inputs, torch.bfloat16)
-    again = run(kernel(op, lengths), inputs, torch.bfloat16)
+def check(op, inputs, lengths=None, **options):
+    found = run(kernel(op, lengths, **options), inputs, torch.bfloat16)
+    again = run(kernel(op, lengths, **options), inputs, torch.bfloat16)
     exact = run(definition(lengths), inputs, torch.float64)
     low = run(definition(lengths), inputs, torch.bfloat16)
     for name, x in exact.items():
@@ -141,6 +142,12 @@ def test_lengths(op, T):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 64), (128, 128)])
 def test_packed(op, dims):
     check(op, make_inputs(op, sum(PACKED), K=dims[0], V=dims[1]), PACKED)
+
+
+@pytest.mark.parametrize("op", ["one_state", "channel"])
+def test_rows_side_by_side(op):
+    lengths = [100, 28, 64, 192]
+    check(op, make_inputs(op, sum(lengths)), lengths, rows=2)
 
 
 @pytest.mark.parametrize("op", [*OPS, "log_linear_delta"])
