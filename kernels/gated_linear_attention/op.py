@@ -7,7 +7,7 @@ from torch import Tensor
 from mixtron.kernels.gated_linear_attention.chunk import gated_linear_attention_chunk
 from mixtron.kernels.gated_linear_attention.reference import gated_linear_attention_reference
 from mixtron.kernels.gated_linear_attention.triton_channel_op import gated_linear_attention_triton
-from mixtron.kernels.recurrence import check_documents, check_gate, check_inputs
+from mixtron.kernels.recurrence import check_documents, check_gate, check_inputs, check_rows
 
 Backend = Literal["chunk", "triton", "reference"]
 BACKENDS = {
@@ -26,6 +26,7 @@ def gated_linear_attention(
     scale: float | None = None,
     initial_state_BJKV: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    rows: int = 1,
     backend: Backend = "chunk",
 ) -> tuple[Tensor, Tensor]:
     """Linear attention whose state decays by the data: GLA (arXiv 2312.06635), or with one decay a
@@ -44,6 +45,8 @@ def gated_linear_attention(
                             cu_seqlens[n] .. cu_seqlens[n+1]. From 0 to T, not decreasing; empty
                             documents are skipped, so it may be padded by repeating T. None: each
                             of the B rows is one document.
+        rows                in how many parts of equal length, each beginning a document of
+                            cu_seqlens, the "triton" form may run side by side.
         backend             "chunk" in torch on any device; "triton" for bf16 on a GPU with K and V
                             of 64 or 128; "reference" token by token.
     Documents: the state is empty at the start of every document but the first, which starts from
@@ -63,6 +66,8 @@ def gated_linear_attention(
         check_gate("initial_state_BJKV", initial_state_BJKV, [(B, J, K, V)], q_BTHK)
     if cu_seqlens is not None:
         check_documents(cu_seqlens, q_BTHK)
+    if rows != 1:
+        check_rows(rows, cu_seqlens, T)
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
     return BACKENDS[backend](
@@ -73,4 +78,5 @@ def gated_linear_attention(
         scale=scale,
         initial_state_BJKV=initial_state_BJKV,
         cu_seqlens=cu_seqlens,
+        **({"rows": rows} if backend == "triton" else {}),
     )

@@ -85,7 +85,9 @@ def gradient_kernel(
     dG_C += tl.where(t_C == last, tl.sum(kept_C, 0) + carried, 0.0) - kept_C
     dg_C = tl.sum(tl.where(upto_CC, dG_C[:, None], 0.0), 0)
     if HAS_DOCUMENTS:
+        document_T += b * T
+        follows_C = t_C + b > 0
         document_C = tl.load(document_T + t_C, t_C < T, -1)
-        before_C = tl.load(document_T + t_C - 1, (t_C > 0) & (t_C < T), -1)
-        dg_C = tl.where((t_C > 0) & (document_C != before_C), 0.0, dg_C)
+        before_C = tl.load(document_T + t_C - 1, follows_C & (t_C < T), -1)
+        dg_C = tl.where(follows_C & (document_C != before_C), 0.0, dg_C)
     tl.store(dlog_decay_BTJ + (b * T + t_C) * J + j, dg_C, t_C < T)

@@ -16,9 +16,9 @@ from mixtron.kernels.triton_tools import tile
 
 
 @triton.jit
-def chunk_documents(document_T, n, T, row_C, HAS_DOCUMENTS: tl.constexpr):
-    """Of chunk n's tokens: their document, whether it reaches back beyond the chunk's start, and
-    whether it goes up to its last token."""
+def chunk_documents(document_T, b, n, T, row_C, HAS_DOCUMENTS: tl.constexpr):
+    """Of the tokens of row b's chunk n: their document, whether it reaches back beyond the chunk's
+    start, and whether it goes up to its last token."""
     C: tl.constexpr = row_C.shape[0]
     t_C = n * C + row_C
     inside_C = t_C < T
@@ -26,12 +26,23 @@ def chunk_documents(document_T, n, T, row_C, HAS_DOCUMENTS: tl.constexpr):
     reached_C = inside_C
     ends_C = inside_C
     if HAS_DOCUMENTS:
+        document_T += b * T
         document_C = tl.load(document_T + t_C, inside_C, -1)
         last = tl.minimum(n * C + C, T) - 1
         before = tl.load(document_T + tl.maximum(n * C - 1, 0))
         reached_C = inside_C & (document_C == before)
         ends_C = inside_C & (document_C == tl.load(document_T + last))
     return document_C, reached_C, ends_C
+
+
+@triton.jit
+def starts(document_T, document_C, b, n, T, row_C):
+    """Which of the chunk's tokens begin a document; the stream's first token goes on with one."""
+    C: tl.constexpr = row_C.shape[0]
+    t_C = n * C + row_C
+    follows_C = t_C + b > 0
+    before_C = tl.load(document_T + b * T + t_C - 1, follows_C & (t_C < T), -1)
+    return follows_C & (document_C != before_C)
 
 
 @triton.jit
@@ -59,16 +70,17 @@ def sums_kernel(
     row_C = tl.arange(0, C)
     key_K = tl.arange(0, K)
     t_C = n * C + row_C
-    first = bh // H * T + n * C
+    b = bh // H
+    first = b * T + n * C
     head = bh % H * K
     g_tile = tile(log_decay_BTHK + head, first, H * K, row_C, key_K)
     # Beyond that nothing is left, and larger sums would cost the others their precision.
     g_CK = tl.maximum(tl.load(g_tile, (t_C < T)[:, None], 0.0).to(tl.float32), -64.0)
-    document_C, reached_C, _ = chunk_documents(document_T, n, T, row_C, HAS_DOCUMENTS)
+    document_C, reached_C, _ = chunk_documents(document_T, b, n, T, row_C, HAS_DOCUMENTS)
     upto_CC = (row_C[:, None] >= row_C[None, :]) & (document_C[:, None] == document_C[None, :])
     if HAS_DOCUMENTS:
-        before_C = tl.load(document_T + t_C - 1, (t_C > 0) & (t_C < T), -1)
-        g_CK = tl.where(((t_C > 0) & (document_C != before_C))[:, None], 0.0, g_CK)
+        starts_C = starts(document_T, document_C, b, n, T, row_C)
+        g_CK = tl.where(starts_C[:, None], 0.0, g_CK)
     G_CK = tl.dot(upto_CC.to(tl.float32), g_CK, input_precision="tf32x3")
     tl.store(tile(G_BHTK, (bh * N + n) * C, K, row_C, key_K), G_CK)
     last_C = t_C == tl.minimum(n * C + C, T) - 1
@@ -104,7 +116,7 @@ def write_kernel(
     inside_C1 = (n * C + row_C < T)[:, None]
     first = b * T + n * C
     at = ((b * H + h) * N + n) * C
-    _, _, ends_C = chunk_documents(document_T, n, T, row_C, HAS_DOCUMENTS)
+    _, _, ends_C = chunk_documents(document_T, b, n, T, row_C, HAS_DOCUMENTS)
     k_CK = tl.load(tile(k_BTHK + h * K, first, H * K, row_C, key_K), inside_C1, 0.0).to(tl.float32)
     G_CK = tl.load(tile(G_BHTK, at, K, row_C, key_K))
     last = tl.minimum(T - n * C, C) - 1
@@ -138,10 +150,11 @@ def scores_kernel(
     row_C = tl.arange(0, C)
     key_K = tl.arange(0, K)
     inside_C1 = (n * C + row_C < T)[:, None]
-    first = bh // H * T + n * C
+    b = bh // H
+    first = b * T + n * C
     head = bh % H * K
     at = (bh * N + n) * C
-    document_C, _, _ = chunk_documents(document_T, n, T, row_C, HAS_DOCUMENTS)
+    document_C, _, _ = chunk_documents(document_T, b, n, T, row_C, HAS_DOCUMENTS)
     q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(tl.float32)
     k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(tl.float32)
     G_CK = tl.load(tile(G_BHTK, at, K, row_C, key_K))
@@ -196,7 +209,7 @@ def output_kernel(
     inside_C1 = (n * C + row_C < T)[:, None]
     first = b * T + n * C
     at = ((b * H + h) * N + n) * C
-    _, reached_C, _ = chunk_documents(document_T, n, T, row_C, HAS_DOCUMENTS)
+    _, reached_C, _ = chunk_documents(document_T, b, n, T, row_C, HAS_DOCUMENTS)
     q_CK = tl.load(tile(q_BTHK + h * K, first, H * K, row_C, key_K), inside_C1, 0.0).to(tl.float32)
     G_CK = tl.load(tile(G_BHTK, at, K, row_C, key_K))
     q_CK = (decayed(q_CK, G_CK, reached_C) * scale).to(PRODUCT)
@@ -244,7 +257,7 @@ def query_kernel(
     inside_C1 = (n * C + row_C < T)[:, None]
     first = b * T + n * C
     at = (bh * N + n) * C
-    document_C, reached_C, _ = chunk_documents(document_T, n, T, row_C, HAS_DOCUMENTS)
+    document_C, reached_C, _ = chunk_documents(document_T, b, n, T, row_C, HAS_DOCUMENTS)
     q_tile = tile(q_BTHK + h * K, first, H * K, row_C, key_K)
     q_CK = tl.load(q_tile, inside_C1, 0.0).to(tl.float32)
     G_CK = tl.load(tile(G_BHTK, at, K, row_C, key_K))
@@ -264,28 +277,33 @@ def query_kernel(
         tl.store(tile(read_BJNKV, state, V, key_K, value_V), read_KV)
     dq_CK = decayed(dq_CK, G_CK, reached_C) * scale
     upto_CC = (row_C[:, None] >= row_C[None, :]) & (document_C[:, None] == document_C[None, :])
-    dP_CC = tl.where(upto_CC, dP_CC * scale, 0.0)
-    tl.store(tile(dP_BHTC, at, C, row_C, row_C), dP_CC.to(dP_BHTC.dtype.element_ty))
+    dP_low_CC = tl.where(upto_CC, dP_CC * scale, 0.0).to(dP_BHTC.dtype.element_ty)
+    tl.store(tile(dP_BHTC, at, C, row_C, row_C), dP_low_CC)
 
+    # As keys see it, so that the two parts of a pair in the gradient of G cancel.
+    dP_CC = dP_low_CC.to(tl.float32)
     k_tile = tile(k_BTHK + h * K, first, H * K, row_C, key_K)
     k_CK = tl.load(k_tile, inside_C1, 0.0).to(tl.float32)
-    dP_low_CC = dP_CC.to(PRODUCT)
     for r in range(SUB - 1, C - 1, SUB):
         G_r_1K = tl.load(G_BHTK + (at + r) * K + key_K)[None, :]
         same_C = document_C == tl.sum(tl.where(row_C == r, document_C, 0), 0)
         later_C = same_C & (row_C > r) & (row_C <= r + SUB)
-        k_r_CK = decayed(k_CK, G_r_1K - G_CK, same_C & (row_C <= r)).to(PRODUCT)
-        dq_CK += decayed(tl.dot(dP_low_CC, k_r_CK), G_CK - G_r_1K, later_C)
+        k_r_CK = decayed(k_CK, G_r_1K - G_CK, same_C & (row_C <= r))
+        dq_r_CK = tl.dot(dP_CC, k_r_CK, input_precision="tf32")
+        dq_CK += decayed(dq_r_CK, G_CK - G_r_1K, later_C)
     for i in range(SUB):
         other_C = row_C // SUB * SUB + i
         k_i_tile = tile(k_BTHK + h * K, first, H * K, other_C, key_K)
         k_i_CK = tl.load(k_i_tile, (n * C + other_C < T)[:, None], 0.0).to(tl.float32)
         G_i_CK = tl.load(tile(G_BHTK, at, K, other_C, key_K))
         dP_C = tl.sum(tl.where(row_C[None, :] == other_C[:, None], dP_CC, 0.0), 1)
-        dq_CK += decayed(dP_C[:, None] * k_i_CK, G_CK - G_i_CK, other_C <= row_C)
+        dq_CK += decayed(dP_C[:, None] * k_i_CK, G_CK - G_i_CK, other_C < row_C)
+    tl.store(tile(dG_BTHK + h * K, first, H * K, row_C, key_K), dq_CK * q_CK, inside_C1)
+    # Between a token and itself nothing decays.
+    own_C = tl.sum(tl.where(row_C[:, None] == row_C[None, :], dP_CC, 0.0), 1)
+    dq_CK += own_C[:, None] * k_CK
     dq_tile = tile(dq_BTHK + h * K, first, H * K, row_C, key_K)
     tl.store(dq_tile, dq_CK.to(dq_BTHK.dtype.element_ty), inside_C1)
-    tl.store(tile(dG_BTHK + h * K, first, H * K, row_C, key_K), dq_CK * q_CK, inside_C1)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -327,7 +345,7 @@ def key_kernel(
     inside_C1 = (t_C < T)[:, None]
     first = b * T + n * C
     at = (bh * N + n) * C
-    document_C, _, ends_C = chunk_documents(document_T, n, T, row_C, HAS_DOCUMENTS)
+    document_C, _, ends_C = chunk_documents(document_T, b, n, T, row_C, HAS_DOCUMENTS)
     k_tile = tile(k_BTHK + h * K, first, H * K, row_C, key_K)
     k_CK = tl.load(k_tile, inside_C1, 0.0).to(tl.float32)
     G_CK = tl.load(tile(G_BHTK, at, K, row_C, key_K))
@@ -358,22 +376,20 @@ def key_kernel(
     q_tile = tile(q_BTHK + h * K, first, H * K, row_C, key_K)
     q_CK = tl.load(q_tile, inside_C1, 0.0).to(tl.float32)
     dP_CC = tl.load(dP_BHTC + at * C + row_C[None, :] * C + row_C[:, None]).to(tl.float32)
-    dP_low_CC = dP_CC.to(PRODUCT)
     for r in range(SUB - 1, C - 1, SUB):
         G_r_1K = tl.load(G_BHTK + (at + r) * K + key_K)[None, :]
         same_C = document_C == tl.sum(tl.where(row_C == r, document_C, 0), 0)
         later_C = same_C & (row_C > r) & (row_C <= r + SUB)
-        q_r_CK = decayed(q_CK, G_CK - G_r_1K, later_C).to(PRODUCT)
-        dk_CK += decayed(tl.dot(dP_low_CC, q_r_CK), G_r_1K - G_CK, same_C & (row_C <= r))
+        q_r_CK = decayed(q_CK, G_CK - G_r_1K, later_C)
+        dk_r_CK = tl.dot(dP_CC, q_r_CK, input_precision="tf32")
+        dk_CK += decayed(dk_r_CK, G_r_1K - G_CK, same_C & (row_C <= r))
     for i in range(SUB):
         other_C = row_C // SUB * SUB + i
         q_i_tile = tile(q_BTHK + h * K, first, H * K, other_C, key_K)
         q_i_CK = tl.load(q_i_tile, (n * C + other_C < T)[:, None], 0.0).to(tl.float32)
         G_i_CK = tl.load(tile(G_BHTK, at, K, other_C, key_K))
         dP_C = tl.sum(tl.where(row_C[None, :] == other_C[:, None], dP_CC, 0.0), 1)
-        dk_CK += decayed(dP_C[:, None] * q_i_CK, G_i_CK - G_CK, other_C >= row_C)
-    dk_tile = tile(dk_BTHK + h * K, first, H * K, row_C, key_K)
-    tl.store(dk_tile, dk_CK.to(dk_BTHK.dtype.element_ty), inside_C1)
+        dk_CK += decayed(dP_C[:, None] * q_i_CK, G_i_CK - G_CK, other_C > row_C)
 
     dG_tile = tile(dlog_decay_BTHK + h * K, first, H * K, row_C, key_K)
     dG_CK = tl.load(dG_tile, inside_C1, 0.0) - dk_CK * k_CK
@@ -381,8 +397,12 @@ def key_kernel(
     after_CC = (row_C[:, None] <= row_C[None, :]) & (document_C[:, None] == document_C[None, :])
     dg_CK = tl.dot(after_CC.to(tl.float32), dG_CK, input_precision="tf32x3")
     if HAS_DOCUMENTS:
-        before_C = tl.load(document_T + t_C - 1, (t_C > 0) & (t_C < T), -1)
-        dg_CK = tl.where(((t_C > 0) & (document_C != before_C))[:, None], 0.0, dg_CK)
+        starts_C = starts(document_T, document_C, b, n, T, row_C)
+        dg_CK = tl.where(starts_C[:, None], 0.0, dg_CK)
     # Every row has been read by then.
     tl.debug_barrier()
     tl.store(dG_tile, dg_CK, inside_C1)
+    own_C = tl.sum(tl.where(row_C[:, None] == row_C[None, :], dP_CC, 0.0), 1)
+    dk_CK += own_C[:, None] * q_CK
+    dk_tile = tile(dk_BTHK + h * K, first, H * K, row_C, key_K)
+    tl.store(dk_tile, dk_CK.to(dk_BTHK.dtype.element_ty), inside_C1)

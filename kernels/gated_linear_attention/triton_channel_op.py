@@ -17,6 +17,7 @@ from mixtron.kernels.gated_linear_attention.triton_op import (
     run_triton,
     scan,
     shape_of,
+    side_by_side,
 )
 from mixtron.kernels.triton_tools import check_takes
 
@@ -33,6 +34,7 @@ def gated_linear_attention_triton(
     scale: float | None = None,
     initial_state_BJKV: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    rows: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results of `gated_linear_attention`, for bf16 on a GPU; K and V of 64 or 128.
 
@@ -42,10 +44,11 @@ def gated_linear_attention_triton(
     check_takes(q_BTHK, v_BTJV, "q_BTHK")
     if scale is None:
         scale = 1 / math.sqrt(q_BTHK.shape[-1])
-    inputs = (q_BTHK, k_BTHK, v_BTJV, log_decay, initial_state_BJKV, cu_seqlens, scale)
+    inputs = (q_BTHK, k_BTHK, v_BTJV, log_decay)
+    options = (initial_state_BJKV, cu_seqlens, scale)
     if log_decay.dim() == 3:
-        return run_triton(*inputs)
-    return GatedLinearChannel.apply(*inputs)  # type: ignore[return-value]
+        return run_triton(*inputs, *options, rows)
+    return side_by_side(GatedLinearChannel, rows, inputs, *options)
 
 
 class GatedLinearChannel(torch.autograd.Function):
@@ -53,7 +56,7 @@ class GatedLinearChannel(torch.autograd.Function):
     def forward(ctx, q, k, v, log_decay, initial, cu_seqlens, scale):
         q, k, v, log_decay = (x.contiguous() for x in (q, k, v, log_decay))
         (B, T, H, K), (J, V), N = q.shape, v.shape[2:], triton.cdiv(q.shape[1], CHUNK_LENGTH)
-        document_T = document_numbers(cu_seqlens, T)
+        document_T = document_numbers(cu_seqlens, B * T)
         per_value, per_key = _options(q, v, document_T)
         fp32 = {"dtype": torch.float32}
         G_BHTK = q.new_empty(B, H, N * CHUNK_LENGTH, K, **fp32)

@@ -25,9 +25,11 @@ def chunk_gates(
     reached_C = inside_C
     ends_C = inside_C
     if HAS_DOCUMENTS:
+        document_T += bj // J * T
         document_C = tl.load(document_T + t_C, inside_C, -1)
-        before_C = tl.load(document_T + t_C - 1, inside_C & (t_C > 0), 0)
-        g_C = tl.where((document_C != before_C) & (t_C > 0), 0.0, g_C)
+        follows_C = t_C + bj // J > 0
+        before_C = tl.load(document_T + t_C - 1, inside_C & follows_C, 0)
+        g_C = tl.where((document_C != before_C) & follows_C, 0.0, g_C)
         upto_CC = upto_CC & (document_C[:, None] == document_C[None, :])
         first = n * C
         reached_C = reached_C & (document_C == tl.load(document_T + tl.maximum(first - 1, 0)))

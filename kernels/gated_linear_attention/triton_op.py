@@ -4,9 +4,12 @@ autograd."""
 # Launches take keywords that the kernels' signatures do not have.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -46,19 +49,38 @@ def run_triton(
     initial_state_BJKV: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    rows: int,
     fp32_output: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The op, unchecked; V may be 16 too, and o be left in fp32."""
-    return _GatedLinear.apply(  # type: ignore[return-value]
-        q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, initial_state_BJKV, cu_seqlens, scale, fp32_output
-    )
+    inputs = (q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ)
+    options = (cu_seqlens, scale, fp32_output)
+    return side_by_side(_GatedLinear, rows, inputs, initial_state_BJKV, *options)
+
+
+def side_by_side(
+    op: type[torch.autograd.Function],
+    rows: int,
+    inputs: Sequence[Tensor],
+    initial_BJKV: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    """The op's output and final state, with one stream's rows as a batch: nothing passes from row
+    to row."""
+    if rows == 1:
+        return op.apply(*inputs, initial_BJKV, *options)  # type: ignore[return-value]
+    if initial_BJKV is not None:
+        initial_BJKV = F.pad(initial_BJKV, (0,) * 7 + (rows - 1,))
+    in_rows = [x[0].unflatten(0, (rows, -1)) for x in inputs]
+    o_BTJV, final_BJKV = op.apply(*in_rows, initial_BJKV, *options)  # type: ignore[misc]
+    return o_BTJV.flatten(0, 1)[None], final_BJKV[-1:]
 
 
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, log_decay, initial, cu_seqlens, scale, fp32_output):
         q, k, v, log_decay = (x.contiguous() for x in (q, k, v, log_decay))
-        document_T = document_numbers(cu_seqlens, q.shape[1])
+        document_T = document_numbers(cu_seqlens, q.shape[0] * q.shape[1])
         write, across = chunk_products(k, v, log_decay, document_T, None)
         states, final = scan(write, across, initial, q.dtype, reverse=False)
         o = output(q, k, v, log_decay, document_T, states, scale, fp32_output)

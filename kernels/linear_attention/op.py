@@ -16,7 +16,7 @@ from mixtron.kernels.gated_linear_attention import (
 )
 from mixtron.kernels.linear_attention.reference import features
 from mixtron.kernels.linear_attention.triton_op import weighted_sums
-from mixtron.kernels.recurrence import check_documents, check_gate, check_inputs
+from mixtron.kernels.recurrence import check_documents, check_gate, check_inputs, check_rows
 
 Backend = Literal["chunk", "triton"]
 
@@ -31,6 +31,7 @@ def linear_attention(
     *,
     initial_state_BHKW: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    rows: int = 1,
     backend: Backend = "chunk",
 ) -> tuple[Tensor, Tensor]:
     """Causal linear attention (arXiv 2006.16236, eq. 9), chunkwise parallel.
@@ -44,6 +45,8 @@ def linear_attention(
         initial_state_BHKW  [B, H, K, V + 1]  [S | z] that the first document begins with; fp32 or
                             fp64; None is zero.
         cu_seqlens          [N+1] int32 or int64, with B = 1; padded by repeating T.
+        rows                in how many parts of equal length, each beginning a document of
+                            cu_seqlens, the "triton" form may run side by side.
         backend             "chunk" in torch on any device; "triton" for bf16 on a GPU with K and V
                             of 64 or 128.
     Returns:
@@ -56,6 +59,8 @@ def linear_attention(
         raise ValueError(f"backend is {backend!r}, expected one of {', '.join(get_args(Backend))}")
     if backend == "triton":
         check_inputs(q_BTHK, k_BTHK, v_BTHV)
+        if rows != 1:
+            check_rows(rows, cu_seqlens, q_BTHK.shape[1])
         if initial_state_BHKW is not None:
             B, _, H, K = q_BTHK.shape
             shape = (B, H, K, v_BTHV.shape[-1] + 1)
@@ -64,7 +69,7 @@ def linear_attention(
             check_documents(cu_seqlens, q_BTHK)
         phi_q_BTHK, phi_k_BTHK = (_Features.apply(x, x.dtype) for x in (q_BTHK, k_BTHK))
         o_BTHW, state_BHKW = weighted_sums(
-            phi_q_BTHK, phi_k_BTHK, v_BTHV, initial_state_BHKW, cu_seqlens
+            phi_q_BTHK, phi_k_BTHK, v_BTHV, initial_state_BHKW, cu_seqlens, rows
         )
         return _normalised(o_BTHW).to(v_BTHV.dtype), state_BHKW
     phi_q_BTHK, *writes = _features_of(q_BTHK, k_BTHK, v_BTHV)

@@ -18,6 +18,7 @@ def weighted_sums(
     v_BTHV: Tensor,
     initial_state_BHKW: Tensor | None,
     cu_seqlens: Tensor | None,
+    rows: int,
 ) -> tuple[Tensor, Tensor]:
     """[B, T, H, V + 1] fp32: the values' weighted sum and the sum of the weights; and [S | z] after
     the last token, fp32. Features and values in bf16 on a GPU, K and V of 64 or 128.
@@ -35,7 +36,9 @@ def weighted_sums(
         z_BHKX = F.pad(initial_state_BHKW[..., V:], (0, ONES_DIM - 1))
     sums, states = zip(
         *(
-            run_triton(phi_q_BTHK, phi_k_BTHK, values, no_decay_BTH, state, cu_seqlens, 1.0, True)
+            run_triton(
+                phi_q_BTHK, phi_k_BTHK, values, no_decay_BTH, state, cu_seqlens, 1.0, rows, True
+            )
             for values, state in ((v_BTHV, S_BHKV), (ones_BTHX, z_BHKX))
         ),
         strict=True,

@@ -1,6 +1,6 @@
 """Times linear and log-linear attention on the GPU beside flash-linear-attention, in one run.
 
-    python -m mixtron.kernels.log_linear_attention.bench [--growth] [--sweep OP]
+    python -m mixtron.kernels.log_linear_attention.bench [--ops OP...] [--growth] [--sweep OP]
 
 Prints Markdown: forward, forward + backward, and the memory that they need beyond their inputs.
 Nothing is checked here: `tests/kernels/test_gpu_linear_attention.py` does that.
@@ -8,7 +8,7 @@ Nothing is checked here: `tests/kernels/test_gpu_linear_attention.py` does that.
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,8 +48,9 @@ SWEEPS: dict[str, tuple[Any, dict[str, list[int]]]] = {
     "delta": (
         delta_op,
         {
-            "scan_block_v": [16, 32, 64],
-            "scan_warps": [4, 8],
+            "scan_block_v": [32, 64],
+            "reverse_block_v": [16, 32, 64],
+            "reverse_warps": [4, 8],
             "maps_warps": [4, 8],
             "read_warps": [4, 8],
             "maps_gradient_warps": [4, 8],
@@ -138,27 +139,35 @@ def timed(shape: tuple[int, ...], name: str, op: Callable, tree: bool, heads: in
     return [*label, forward, both, round(mib)]
 
 
-def comparison() -> Rows:
-    """Our ops first: the peer's compile for minutes."""
-    for name, op, tree, one_head in (
-        ("one state, Triton", ours, False, False),
-        ("log-linear, Triton", ours, True, False),
-        ("log-linear, Triton, 1 q/k head", ours, True, True),
-        ("delta rule, Triton", ours_delta, False, False),
-        ("log-linear delta rule, Triton", ours_delta, True, False),
-        ("fla simple_gla", peer, False, False),
-        ("fla log-linear, all bf16, 1 q/k head", peer, True, True),
-    ):
+OPS: dict[str, tuple[str, Callable, bool, bool]] = {
+    "one_state": ("one state, Triton", ours, False, False),
+    "log_linear": ("log-linear, Triton", ours, True, False),
+    "log_linear_1": ("log-linear, Triton, 1 q/k head", ours, True, True),
+    "fla_one_state": ("fla simple_gla", peer, False, False),
+    "delta_rule": ("delta rule, Triton", ours_delta, False, False),
+    "log_linear_delta": ("log-linear delta rule, Triton", ours_delta, True, False),
+    "fla_log_linear": ("fla log-linear, all bf16, 1 q/k head", peer, True, True),
+}
+"""A row's name, the op, whether it has a tree, and one query/key head alone. The peer's log-linear
+op is last: it compiles for minutes."""
+
+
+def comparison(names: Sequence[str]) -> Rows:
+    for key in names:
+        name, op, tree, one_head = OPS[key]
         for shape in SHAPES[:2] if op is peer and tree else SHAPES:
             yield timed(shape, name, op, tree, 1 if one_head else shape[2])
 
 
 def growth() -> Rows:
     """From 4k to 256k tokens, as many in all."""
-    for T in [2**n for n in range(12, 19)]:
-        shape = (2**18 // T, T, 16, 128, 64)
-        for tree in (False, True):
-            yield timed(shape, "log-linear" if tree else "one state", ours, tree, 16)
+    for name, op, tree in (
+        ("one state", ours, False),
+        ("log-linear", ours, True),
+        ("log-linear delta rule", ours_delta, True),
+    ):
+        for T in [2**n for n in range(12, 19)]:
+            yield timed((2**18 // T, T, 16, 128, 64), name, op, tree, 16)
 
 
 def sweep(name: str) -> Rows:
@@ -177,9 +186,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--sweep", choices=SWEEPS)
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     options = parser.parse_args()
     print(measure.versions(), "K 128, V 64", sep=", ")
-    rows = sweep(options.sweep) if options.sweep else growth() if options.growth else comparison()
+    rows = comparison(options.ops)
+    if options.sweep:
+        rows = sweep(options.sweep)
+    elif options.growth:
+        rows = growth()
     heads = ["B x T x H", "op", "forward ms", "forward + backward ms", "extra MiB"]
     print(measure.table(heads, []))
     for row in rows:

@@ -75,6 +75,7 @@ def push_kernel(
     cumulative_BJNC,
     before_BJMN,
     node_S4,
+    stretch_R2,
     dtree_BJSE,
     merged_QBJS,
     N,
@@ -91,8 +92,12 @@ def push_kernel(
     bj = tl.program_id(1).to(tl.int64)
     BJ = tl.num_programs(1)
     entry_E = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    for step in range(S):
-        slot = tl.where(step < N, N - 1 - step, step)
+    stretch = stretch_R2 + tl.program_id(2) * 2
+    begin, end = tl.load(stretch), tl.load(stretch + 1)
+    # The nodes before the first document's chunks come last.
+    steps = end - begin + tl.where(begin == 0, S - N, 0)
+    for step in range(steps):
+        slot = tl.where(step < end - begin, end - 1 - step, N + step - (end - begin))
         m = tl.load(node_S4 + slot * 4)
         parent = tl.load(node_S4 + slot * 4 + 1)
         part = tl.load(node_S4 + slot * 4 + 2)

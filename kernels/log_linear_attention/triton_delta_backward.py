@@ -24,7 +24,8 @@ def reverse_scan_kernel(
     chunk_N4,
     live_N,
     following_N,
-    dnodes_BJMKV,
+    stretch_R2,
+    dnodes_BJRMKV,
     dstates_BJSKV,
     dwrite_BJNKV,
     T,
@@ -40,16 +41,19 @@ def reverse_scan_kernel(
     PRODUCT: tl.constexpr,
 ):
     """The gradients of what the nodes before every chunk become by passing it, and of what it
-    writes; of BLOCK_V columns."""
+    writes; of BLOCK_V columns and one stretch of documents."""
     column = tl.program_id(0) * BLOCK_V
     bj = tl.program_id(1).to(tl.int64)
     b, j = bj // J, bj % J
     row_C = tl.arange(0, C)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, BLOCK_V)
-    dnode_at = dnodes_BJMKV + column
-    for step in range(N):
-        n = N - 1 - step
+    nodes = (bj * tl.num_programs(2) + tl.program_id(2)) * (M + 1)
+    dnode_at = dnodes_BJRMKV + column
+    stretch = stretch_R2 + tl.program_id(2) * 2
+    first_chunk, end_chunk = tl.load(stretch), tl.load(stretch + 1)
+    for step in range(end_chunk - first_chunk):
+        n = end_chunk - 1 - step
         chunk = bj * N + n
         first, begin, end, number = load_chunk(chunk_N4, n)
         first += b * T
@@ -66,14 +70,14 @@ def reverse_scan_kernel(
         target = 0
         for m in range(M):
             target += ((1 << m) < carry).to(tl.int32)
-        merged = tile(dnode_at, (bj * (M + 1) + target) * K, V, key_K, value_V)
+        merged = tile(dnode_at, (nodes + target) * K, V, key_K, value_V)
         dmerged_KV = tl.where(goes_on, tl.load(merged), 0.0)
         written = tile(dwrite_BJNKV + column, chunk * K, V, key_K, value_V)
         tl.store(written, dmerged_KV.to(dwrite_BJNKV.dtype.element_ty))
         for m in range(M):
             size = 1 << m
             if (number & size) != 0:
-                pointers = tile(dnode_at, (bj * (M + 1) + m) * K, V, key_K, value_V)
+                pointers = tile(dnode_at, (nodes + m) * K, V, key_K, value_V)
                 dS_KV = dmerged_KV
                 if size >= carry:
                     dS_KV = tl.where(goes_on, tl.load(pointers), 0.0)

@@ -95,8 +95,9 @@ def scan_kernel(
     cumulative_BJNC,
     chunk_N4,
     live_N,
+    stretch_R2,
     first_write_BJKV,
-    nodes_BJMKV,
+    nodes_BJRMKV,
     states_BJSKV,
     T,
     N,
@@ -110,16 +111,19 @@ def scan_kernel(
     HAS_FIRST: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """The nodes before every chunk, one after another, of BLOCK_V columns: each passes the chunk;
-    and the smallest, as many as its number ends in ones, become one with what the chunk writes."""
+    """The nodes before every chunk, one after another, of BLOCK_V columns and one stretch of
+    documents: each passes the chunk; and the smallest, as many as its number ends in ones, become
+    one with what the chunk writes."""
     column = tl.program_id(0) * BLOCK_V
     bj = tl.program_id(1).to(tl.int64)
     b, j = bj // J, bj % J
     row_C = tl.arange(0, C)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, BLOCK_V)
-    node_at = nodes_BJMKV + column
-    for n in range(N):
+    nodes = (bj * tl.num_programs(2) + tl.program_id(2)) * (M + 1)
+    node_at = nodes_BJRMKV + column
+    stretch = stretch_R2 + tl.program_id(2) * 2
+    for n in range(tl.load(stretch), tl.load(stretch + 1)):
         chunk = bj * N + n
         first, begin, end, number = load_chunk(chunk_N4, n)
         first += b * T
@@ -139,7 +143,7 @@ def scan_kernel(
         for m in range(M):
             size = 1 << m
             if (number & size) != 0:
-                pointers = tile(node_at, (bj * (M + 1) + m) * K, V, key_K, value_V)
+                pointers = tile(node_at, (nodes + m) * K, V, key_K, value_V)
                 S_KV = tl.load(pointers)
                 low_KV = S_KV.to(PRODUCT)
                 state = tile(states_BJSKV + column, (bj * LIVE + live) * K, V, key_K, value_V)
@@ -151,7 +155,7 @@ def scan_kernel(
                 else:
                     tl.store(pointers, S_KV)
                 live += 1
-        tl.store(tile(node_at, (bj * (M + 1) + target) * K, V, key_K, value_V), merged_KV)
+        tl.store(tile(node_at, (nodes + target) * K, V, key_K, value_V), merged_KV)
         # Other threads read it next.
         tl.debug_barrier()
 

@@ -29,8 +29,11 @@ class Plan:
     """How the kernels are cut and launched; no search at run time, which would let ranks differ."""
 
     maps_warps: int = 4
+    # ptxas 12.8 leaves the address of an operand of 16 or 32 columns unset with 4 warps.
     scan_block_v: int = 32
-    scan_warps: int = 4
+    scan_warps: int = 8
+    reverse_block_v: int = 32
+    reverse_warps: int = 4
     output_warps: int = 4
     transition_warps: int = 8
     read_warps: int = 8
@@ -105,9 +108,9 @@ def _value_dims(v, maps) -> dict:
 
 
 def _nodes(v, maps, plan: TreePlan):
-    """Room for the nodes of a position [B, J, M + 1, K, V] fp32."""
+    """Room for the nodes of a position in each stretch [B, J, R, M + 1, K, V] fp32."""
     B, J, K, V = v.shape[0], v.shape[2], maps[3].shape[-1], v.shape[3]
-    return v.new_empty(B, J, plan.bits + 1, K, V, dtype=torch.float32)
+    return v.new_empty(B, J, plan.stretches, plan.bits + 1, K, V, dtype=torch.float32)
 
 
 def scan(v, maps, first_write, larger_BSJKV, plan: TreePlan):
@@ -115,16 +118,17 @@ def scan(v, maps, first_write, larger_BSJKV, plan: TreePlan):
     before, smallest first."""
     cumulative, _, _, _, Y, E = maps
     (B, T, J, V), K = v.shape, Y.shape[-1]
-    nodes_BJMKV = _nodes(v, maps, plan)
+    nodes_BJRMKV = _nodes(v, maps, plan)
     count = plan.slots - plan.chunks
     if count:
-        nodes_BJMKV[:, :, :count] = 0.0 if larger_BSJKV is None else larger_BSJKV.transpose(1, 2)
+        initial = 0.0 if larger_BSJKV is None else larger_BSJKV.transpose(1, 2)
+        nodes_BJRMKV[:, :, 0, :count] = initial
     states_BJSKV = v.new_empty(B, J, max(1, plan.live), K, V)
     block_v = min(PLAN.scan_block_v, V)
-    scan_kernel[(V // block_v, B * J)](
-        v, Y, E, cumulative, plan.chunk_N4, plan.live_N,
+    scan_kernel[(V // block_v, B * J, plan.stretches)](
+        v, Y, E, cumulative, plan.chunk_N4, plan.live_N, plan.stretch_R2,
         None if first_write is None else first_write.contiguous(),
-        nodes_BJMKV, states_BJSKV, T, plan.chunks, plan.bits, states_BJSKV.shape[2],
+        nodes_BJRMKV, states_BJSKV, T, plan.chunks, plan.bits, states_BJSKV.shape[2],
         BLOCK_V=block_v, HAS_FIRST=first_write is not None, **_value_dims(v, maps),
         num_warps=PLAN.scan_warps,
     )  # fmt: skip
@@ -148,17 +152,17 @@ def reverse_scan(do, lambda_, maps, states, plan: TreePlan):
     write [B, J, N, K, V]; and of the nodes before the first chunk."""
     cumulative, _, _, Z, _, E = maps
     (B, T, J, V), K = do.shape, Z.shape[-1]
-    dnodes_BJMKV = _nodes(do, maps, plan)
+    dnodes_BJRMKV = _nodes(do, maps, plan)
     dstates_BJSKV = torch.empty_like(states)
     dwrite_BJNKV = states.new_empty(B, J, plan.chunks, K, V)
-    block_v = min(PLAN.scan_block_v, V)
-    reverse_scan_kernel[(V // block_v, B * J)](
+    block_v = min(PLAN.reverse_block_v, V)
+    reverse_scan_kernel[(V // block_v, B * J, plan.stretches)](
         do, lambda_, Z, E, cumulative, plan.chunk_N4, plan.live_N, plan.following_N,
-        dnodes_BJMKV, dstates_BJSKV, dwrite_BJNKV,
+        plan.stretch_R2, dnodes_BJRMKV, dstates_BJSKV, dwrite_BJNKV,
         T, plan.chunks, plan.bits, states.shape[2],
-        L=lambda_.shape[-1], BLOCK_V=block_v, **_value_dims(do, maps), num_warps=PLAN.scan_warps,
+        L=lambda_.shape[-1], BLOCK_V=block_v, **_value_dims(do, maps), num_warps=PLAN.reverse_warps,
     )  # fmt: skip
-    return dstates_BJSKV, dwrite_BJNKV, dnodes_BJMKV
+    return dstates_BJSKV, dwrite_BJNKV, dnodes_BJRMKV[:, :, 0]
 
 
 def transition_gradients(states, dstates, maps, plan: TreePlan):

@@ -123,6 +123,7 @@ def tree_kernel(
     before_BJMN,
     first_write_BJE,
     chunk_N4,
+    stretch_R2,
     N,
     S,
     M,
@@ -132,10 +133,12 @@ def tree_kernel(
     HAS_FIRST: tl.constexpr,
 ):
     """Makes the chunks' writes nodes, in place, and rounds them: the write of chunk c takes up the
-    nodes before it that its own contains, decayed to its end. BLOCK of the E = K V numbers."""
+    nodes before it that its own contains, decayed to its end. BLOCK of the E = K V numbers, of one
+    stretch of documents."""
     bj = tl.program_id(1).to(tl.int64)
     entry_E = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    for n in range(N):
+    stretch = stretch_R2 + tl.program_id(2) * 2
+    for n in range(tl.load(stretch), tl.load(stretch + 1)):
         number = tl.load(chunk_N4 + n * 4 + 3)
         across = tl.load(cumulative_BJNC + (bj * N + n) * C + C - 1)
         node_E = tl.load(tree_BJSE + (bj * S + n) * E + entry_E)

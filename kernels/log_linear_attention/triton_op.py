@@ -188,13 +188,14 @@ def build_tree(tree_BJSKV, cumulative, before, first_write, large_BSJKV, plan, d
         tree_BJSKV[:, :, N:] = initial
         low_BJSKV[:, :, N:] = initial
     block = min(PLAN.tree_block, K * V)
-    tree_kernel[(K * V // block, B * J)](
+    tree_kernel[(K * V // block, B * J, plan.stretches)](
         tree_BJSKV,
         low_BJSKV,
         cumulative,
         before,
         None if first_write is None else first_write.contiguous(),
         plan.chunk_N4,
+        plan.stretch_R2,
         N,
         S,
         plan.bits,
@@ -265,12 +266,13 @@ def push_gradients(parts_BJPKV, low_BJSKV, cumulative, before, plan: TreePlan):
     block = min(PLAN.tree_block, K * V)
     dtree_BJSKV = torch.empty_like(low_BJSKV, dtype=torch.float32)
     merged_QBJS = parts_BJPKV.new_empty(K * V // block, B, J, S)
-    push_kernel[(K * V // block, B * J)](
+    push_kernel[(K * V // block, B * J, plan.stretches)](
         parts_BJPKV,
         low_BJSKV,
         cumulative,
         before,
         plan.node_S4,
+        plan.stretch_R2,
         dtree_BJSKV,
         merged_QBJS,
         plan.chunks,

@@ -17,6 +17,7 @@ from torch import Tensor
 from mixtron.kernels.log_linear_attention.fenwick import chunk_tokens
 
 PART_CHUNKS = 16
+MAX_STRETCHES = 16
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class TreePlan:
     """How many the chunks before each one read."""
     following_N: Tensor
     """The number of the chunk after it in the same document; 0 where none comes."""
+    stretches: int
+    stretch_R2: Tensor
+    """The first chunk, and the end, of each stretch of whole documents: scans run through these
+    side by side."""
 
 
 @lru_cache(maxsize=64)
@@ -68,6 +73,7 @@ def tree_plan(
     live_MN = np.where(index >> bit_M1 & 1, live_MN, S)
 
     read_N = (index >> bit_M1 & 1).sum(0)
+    stretches = _stretches(chunks.following)
 
     def on_device(x: Sequence | np.ndarray, dtype: type) -> Tensor:
         return torch.tensor(np.asarray(x, dtype=dtype)).to(device, non_blocking=True)
@@ -86,6 +92,8 @@ def tree_plan(
         live=int(read_N.sum()),
         live_N=on_device(read_N.cumsum() - read_N, np.int32),
         following_N=on_device(chunks.following, np.int32),
+        stretches=len(stretches),
+        stretch_R2=on_device(stretches, np.int32),
     )
 
 
@@ -115,6 +123,15 @@ def _nodes(
             parts.append((b, begin, min(PART_CHUNKS, read_to - begin), 0))
         nodes.append((b, parent if parent <= last else -1, first_part, len(parts) - first_part))
     return nodes, parts
+
+
+def _stretches(following_N: np.ndarray) -> list[tuple[int, int]]:
+    """At most MAX_STRETCHES, about as long as each other."""
+    N = len(following_N)
+    starts = np.concatenate([[0], np.flatnonzero(following_N[:-1] == 0) + 1])
+    wanted = np.arange(MAX_STRETCHES)[:, None] * N / MAX_STRETCHES
+    first = np.unique(starts[np.abs(starts - wanted).argmin(1)]).tolist()
+    return list(zip(first, [*first[1:], N], strict=True))
 
 
 def _last_of_document(following_N: np.ndarray) -> np.ndarray:

@@ -41,23 +41,26 @@ def make_inputs(op, T, *, B=1, H=2, J=4, K=64, V=64):
         "v": draw(B, T, J, V).bfloat16(),
         "log_decay": -0.1 * F.softplus(draw(*((B, T, H, K) if op == "channel" else (B, T, J)))),
     }
-    if op == "log_linear":
+    if op.startswith("log_linear"):
         inputs["lambda"] = draw(B, T, J, LEVELS)
+    if op == "log_linear_delta":
+        inputs["beta"] = draw(B, T, J).sigmoid()
     return inputs
 
 
-def kernel(op, lengths):
+def kernel(op, lengths, **options):
     def one_state(q, k, v, log_decay):
         cu = None
         if lengths is not None:
             cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0), q.shape[1]], device="cuda")
-        return gated_linear_attention(q, k, v, log_decay, cu_seqlens=cu, backend="triton")[0]
+        packed = {"cu_seqlens": cu, "backend": "triton", **options}
+        return gated_linear_attention(q, k, v, log_decay, **packed)[0]
 
-    def log_linear(q, k, v, log_decay, lambda_):
-        options = {"lengths": lengths, "backend": "triton"}
-        return log_linear_attention(q, k, v, log_decay, None, lambda_, **options)
+    def log_linear(q, k, v, log_decay, lambda_, beta=None):
+        packed = {"lengths": lengths, "backend": "triton"}
+        return log_linear_attention(q, k, v, log_decay, beta, lambda_, **packed)
 
-    return log_linear if op == "log_linear" else one_state
+    return log_linear if op.startswith("log_linear") else one_state
 
 
 def scores(q_BTJK, k_BTJK, log_decay, past_TT):
@@ -115,9 +118,9 @@ def run(function, inputs, dtype):
     return {"output": output.detach(), **dict(zip(inputs, gradients, strict=True))}
 
 
-def check(op, inputs, lengths=None):
-    found = run(kernel(op, lengths), inputs, torch.bfloat16)
-    again = run(kernel(op, lengths), inputs, torch.bfloat16)
+def check(op, inputs, lengths=None, **options):
+    found = run(kernel(op, lengths, **options), inputs, torch.bfloat16)
+    again = run(kernel(op, lengths, **options), inputs, torch.bfloat16)
     exact = run(definition(lengths), inputs, torch.float64)
     low = run(definition(lengths), inputs, torch.bfloat16)
     for name, x in exact.items():
@@ -141,21 +144,27 @@ def test_packed(op, dims):
     check(op, make_inputs(op, sum(PACKED), K=dims[0], V=dims[1]), PACKED)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ["one_state", "channel"])
+def test_rows_side_by_side(op):
+    lengths = [100, 28, 64, 192]
+    check(op, make_inputs(op, sum(lengths)), lengths, rows=2)
+
+
+@pytest.mark.parametrize("op", [*OPS, "log_linear_delta"])
 def test_a_long_document_is_as_exact_as_a_short_one(op):
     """Against the chunked form in fp64, which equals the definition to 1e-9."""
 
-    def chunked(q, k, v, log_decay, lambda_=None):
+    def chunked(q, k, v, log_decay, lambda_=None, beta=None):
         if lambda_ is None:
             return gated_linear_attention(q, k, v, log_decay)[0]
-        return log_linear_attention(q, k, v, log_decay, None, lambda_)
+        return log_linear_attention(q, k, v, log_decay, beta, lambda_)
 
     def errors(T):
         inputs = make_inputs(op, T, H=1, J=1)
-        found, exact = (
-            run(kernel(op, None), inputs, torch.bfloat16),
-            run(chunked, inputs, torch.float64),
-        )
+        found, again = (run(kernel(op, None), inputs, torch.bfloat16) for _ in range(2))
+        exact = run(chunked, inputs, torch.float64)
+        for name, x in found.items():
+            assert torch.equal(x, again[name]), name
         return {name: float((found[name] - x).norm() / x.norm()) for name, x in exact.items()}
 
     short, long = errors(2048), errors(32768)
@@ -164,19 +173,24 @@ def test_a_long_document_is_as_exact_as_a_short_one(op):
         assert error < 2 * short[name], (name, error, short[name])
 
 
-def test_initial_states_and_a_tree_that_goes_on():
+# Roundings to bf16, of up to 2^-9 each: of states, of what is written and of weights; on the delta
+# base of the chunks' maps too.
+@pytest.mark.parametrize(("op", "roundings"), [("log_linear", 3), ("log_linear_delta", 4)])
+def test_initial_states_and_a_tree_that_goes_on(op, roundings):
     """The fp64 chunked form takes the same states; a position may be in the middle of a chunk."""
     generator = torch.Generator("cuda").manual_seed(0)
     for position in (64, 100, 1000):
-        inputs = make_inputs("log_linear", 300)
+        inputs = make_inputs(op, 300)
         shape = (1, LEVELS, 4, 64, 64)
         inputs["states"] = torch.randn(shape, generator=generator, device="cuda").bfloat16()
 
         def form(backend, position=position):
-            def call(q, k, v, log_decay, lambda_, states_BSJKV):
+            def call(q, k, v, log_decay, lambda_, *beta_and_states):
+                *beta, states_BSJKV = beta_and_states
                 options = {"initial_position": position, "backend": backend}
                 options["initial_states_BSJKV"] = states_BSJKV.to(lambda_.dtype)
-                return log_linear_attention(q, k, v, log_decay, None, lambda_, **options)
+                beta = beta[0] if beta else None
+                return log_linear_attention(q, k, v, log_decay, beta, lambda_, **options)
 
             return call
 
@@ -184,8 +198,31 @@ def test_initial_states_and_a_tree_that_goes_on():
         exact = run(form("chunk"), inputs, torch.float64)
         for name, x in exact.items():
             error = float((found[name].double() - x).norm() / x.norm())
-            # Three roundings to bf16, of up to 2^-9 each.
-            assert error < 3 * 2**-9, (position, name, error)
+            assert error < roundings * 2**-9, (position, name, error)
+
+
+@pytest.mark.parametrize("op", ["one_state", "channel"])
+def test_states_in_and_out(op):
+    """Against the chunked form in fp64."""
+    inputs = make_inputs(op, 300)
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs["state"] = torch.randn(1, 4, 64, 64, generator=generator, device="cuda").bfloat16()
+
+    def form(backend):
+        def call(q, k, v, log_decay, state):
+            state = state.to(log_decay.dtype)
+            options = {"initial_state_BJKV": state, "backend": backend}
+            o, final = gated_linear_attention(q, k, v, log_decay, **options)
+            return torch.cat([o.flatten(), final.flatten()])
+
+        return call
+
+    found = run(form("triton"), inputs, torch.bfloat16)
+    exact = run(form("chunk"), inputs, torch.float64)
+    for name, x in exact.items():
+        error = float((found[name].double() - x).norm() / x.norm())
+        # Roundings to bf16 of states, of what is written and of weights, of up to 2^-9 each.
+        assert error < 3 * 2**-9, (name, error)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
@@ -224,10 +261,10 @@ def rounded_maps(*inputs, exact=chunk._chunk_maps):
 )
 def test_delta_base(lengths, dims, monkeypatch):
     """Against the chunked form in fp64; and that form with its chunks' maps rounded."""
-    inputs = make_inputs("log_linear", sum(lengths), K=dims[0], V=dims[1])
-    generator = torch.Generator("cuda").manual_seed(0)
-    beta = torch.randn(inputs["log_decay"].shape, generator=generator, device="cuda").sigmoid()
-    inputs["beta"] = beta
+    # A token or two give the gates four numbers a head: enough heads to tell errors by.
+    rows = 16 if sum(lengths) <= 2 else 1
+    inputs = make_inputs("log_linear_delta", sum(lengths), B=rows, K=dims[0], V=dims[1])
+    lengths = lengths if len(lengths) > 1 else None
 
     def form(backend):
         def call(q, k, v, log_decay, lambda_, beta):

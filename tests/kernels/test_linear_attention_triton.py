@@ -31,7 +31,9 @@ offsets = torch.tensor([0, 1, 2, 63, 64, 150, 200, 200])
 for decay in one_state.DECAYS:
     inputs = one_state.make_inputs(200, J=4, decay=decay)
     compare(one_state, inputs, decay, cu_seqlens=offsets)
-compare(one_state, one_state.make_inputs(65, B=2), "batch")
+rows = {"cu_seqlens": torch.tensor([0, 40, 65, 130]), "rows": 2}
+for decay in one_state.DECAYS:
+    compare(one_state, one_state.make_inputs(130, decay=decay), f"rows {decay}", **rows)
 for lengths, position in [([1, 264], 0), ([30, 100], 100)]:
     for base in log_linear.BASES:
         inputs = log_linear.make_inputs(sum(lengths), base)
@@ -41,12 +43,11 @@ for lengths, position in [([1, 264], 0), ([30, 100], 100)]:
 normalised.K = normalised.V = 16
 inputs = normalised.make_inputs(130)
 state = torch.randn(1, normalised.H, 16, 17, dtype=torch.float64).abs()
-cu = torch.tensor([0, 40, 41, 130])
 
 
 def run(inputs, dtype, backend):
     leaves = [x.detach().to(dtype).requires_grad_() for x in [*inputs, state]]
-    options = {"initial_state_BHKW": leaves[3], "cu_seqlens": cu, "backend": backend}
+    options = {"initial_state_BHKW": leaves[3], "backend": backend, **rows}
     o, end = normalised.linear_attention(*leaves[:3], **options)
     return [o, end, *torch.autograd.grad((o.square().sum() + end.sum()).to(dtype), leaves)]
 
@@ -67,7 +68,8 @@ def test_interpreted_kernels_equal_the_chunked_form():
     assert done.stdout.splitlines() == [
         "checked head 7",
         "checked channel 7",
-        "checked batch 7",
+        "checked rows head 7",
+        "checked rows channel 7",
         *(
             f"checked {(base, lengths, position)} {results}"
             for lengths, position in [([1, 264], 0), ([30, 100], 100)]

@@ -87,6 +87,7 @@ class Mixer(ShardedModule):
             *writes,
             initial_state_BJKV=state_BHKV,
             cu_seqlens=cu_seqlens,
+            rows=batch.rows,
             backend=self.mixer.kernel,
         )
         if batch.cache is not None:

@@ -62,6 +62,7 @@ class Mixer(ShardedModule):
             v_BTHV,
             initial_state_BHKW=state_BHKW,
             cu_seqlens=cu_seqlens,
+            rows=batch.rows,
             backend=self.mixer.kernel,
         )
         if batch.cache is not None:

@@ -84,6 +84,7 @@ class Mixer(ShardedModule):
             scale=1.0,
             initial_state_BJKV=state_BJKV,
             cu_seqlens=cu_seqlens,
+            rows=batch.rows,
             backend=self.mixer.kernel,
         )
         if batch.cache is not None:

@@ -1,0 +1,83 @@
+"""Hopper's machine code of Triton kernels as they are launched, made without a GPU."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HOPPER = GPUTarget("cuda", 90, 32)
+NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+
+
+class Compiled:
+    """Stands in for a kernel: a launch compiles it for the arguments, and computes nothing."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel, self.cubins = kernel, []
+
+    def __getitem__(self, grid):
+        return self._launch
+
+    def _launch(self, *arguments, num_warps=4, **options):
+        names = [parameter.name for parameter in self.kernel.params]
+        given = dict(zip(names, arguments, strict=False)) | options
+        constant = {p.name for p in self.kernel.params if p.is_constexpr or given[p.name] is None}
+        source = ASTSource(
+            fn=self.kernel,
+            signature={n: "constexpr" if n in constant else _type(given[n]) for n in names},
+            constexprs={(i,): given[n] for i, n in enumerate(names) if n in constant},
+            attrs={
+                (i,): [["tt.divisibility", 16]]
+                for i, n in enumerate(names)
+                if isinstance(given[n], Tensor)
+            },
+        )
+        compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps})
+        self.cubins.append(compiled.asm["cubin"])
+
+
+def _type(value: Tensor | int | float) -> str:
+    if isinstance(value, Tensor):
+        return TYPES[value.dtype]
+    return "i32" if isinstance(value, int) else "fp32"
+
+
+def unset_addresses(cubin: bytes, folder: Path) -> list[str]:
+    """Additions of a constant to a register that nothing has written before, in the order in which
+    the instructions lie: what ptxas 12.8 makes of some operands' addresses."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [NVDISASM, "-c", path]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    written: set[str] = set()
+    found = []
+    for line in text.splitlines():
+        instruction = re.match(r"\s*/\*\w{4,}\*/\s+(?:@!?U?P\w+ )?(\S+) (.*?) ;", line)
+        if instruction is None:
+            continue
+        name, arguments = instruction[1], instruction[2].split(", ")
+        added = re.fullmatch(r"U?IADD3", name) and re.search(
+            r"(?<!\w)(U?R\d+), 0x\w+, U?RZ$", instruction[2]
+        )
+        if added and added[1] not in written:
+            found.append(line.strip())
+        first = re.fullmatch(r"(U?R)(\d+)", arguments[0])
+        if first:
+            registers = range(int(first[2]), int(first[2]) + _width(name))
+            written |= {f"{first[1]}{i}" for i in registers}
+    return found
+
+
+def _width(instruction: str) -> int:
+    """At most so many registers does it write."""
+    if "MMA" in instruction:
+        return 128
+    if re.search(r"128|M88", instruction):
+        return 4
+    return 2 if re.search(r"64|WIDE|CS2R", instruction) else 1
