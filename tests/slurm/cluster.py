@@ -12,7 +12,8 @@ TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue"
 NODES = ("n1", "n2", "n3")
 TASKS_A_NODE = 4
 HOSTS = Path("/etc/hosts")
-HOSTS_LINE = f"127.0.0.1 {' '.join(NODES)} # nodes of a test's SLURM\n"
+HOSTS_LINE = f"127.0.0.1 {' '.join(NODES)} # nodes of a test's SLURM, process {os.getpid()}\n"
+"""Each process its own, which it takes away again: two may test at once."""
 
 
 def missing() -> str:
@@ -34,9 +35,8 @@ class Cluster:
 
     def start(self) -> None:
         os.environ["PATH"] += ":/usr/sbin:/sbin"
-        if HOSTS_LINE not in HOSTS.read_text():
-            with open(HOSTS, "a") as hosts:
-                hosts.write(HOSTS_LINE)
+        with open(HOSTS, "a") as hosts:
+            hosts.write(HOSTS_LINE)
         self._start_munge()
         self._write_config()
         os.environ["SLURM_CONF"] = str(self.config)
