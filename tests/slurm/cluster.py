@@ -43,7 +43,7 @@ class Cluster:
         self._daemon("slurmctld", "-D", "-i")
         for node in NODES:
             self._daemon("slurmd", "-D", "-N", node)
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 240
         while self.ask("sinfo", "-h", "-o", "%D %t").split() != [str(len(NODES)), "idle"]:
             assert time.monotonic() < deadline_s, self.logs()
             time.sleep(0.2)
@@ -51,7 +51,7 @@ class Cluster:
     def stop(self) -> None:
         with contextlib.suppress(subprocess.CalledProcessError):
             self.ask("scancel", "--me")
-            deadline_s = time.monotonic() + 20
+            deadline_s = time.monotonic() + 60
             while self.ask("squeue", "-h").strip() and time.monotonic() < deadline_s:
                 time.sleep(0.2)
         for daemon in reversed(self._daemons):
@@ -93,7 +93,7 @@ class Cluster:
             group="munge",
             extra_groups=[],
         )
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while not self.socket.exists():
             assert time.monotonic() < deadline_s, (self.folder / "munged.out").read_text()
             time.sleep(0.05)

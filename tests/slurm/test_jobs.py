@@ -58,7 +58,7 @@ def test_status_logs_and_cancel_tell_the_truth(job):
 def test_time_limit_saves_requeues_and_resumes_bit_equal(job, jobs):
     job.wait_for_step(5)
     # The job's own limit, moved to just after this moment: SLURM sends its signal at its next look.
-    job.limit_minutes(job.elapsed_minutes() + 3)
+    job.limit_minutes(job.elapsed_minutes() + 8)
     job.wait_for_output("ended with exit code 75")
     job.limit_minutes(30)
     assert job.wait() == ("COMPLETED", 0), job.all_logs()

@@ -1,5 +1,6 @@
 """A corpus plan as a job array: an element that is killed, one with bad input, and resubmission."""
 
+import os
 import subprocess
 import sys
 import time
@@ -19,8 +20,8 @@ from tests.slurm.scenario import WAIT_S, mixtron
 SOURCES = "abcd"
 """Each a file, a unit and a shard."""
 PYTHON = """#!/bin/bash
-# The interpreter; element 1 is killed when it starts for the first time.
-[[ "$*" != *"--element 1/"* || ${{SLURM_RESTART_COUNT:-0}} != 0 ]] || kill -9 $$
+# The interpreter; element 3 is killed when it starts for the first time.
+[[ "$*" != *"--element 3/"* || ${{SLURM_RESTART_COUNT:-0}} != 0 ]] || kill -9 $$
 exec {python} "$@"
 """
 
@@ -73,7 +74,7 @@ def test_only_what_failed_is_done_again(cluster, corpus, prefix, tmp_path):
     assert str(prefix) not in mixtron("status")
     wait_for_all()
     outputs = [_output(prefix, said, element) for element in range(4)]
-    for element, codes in enumerate((["0"], ["137", "0"], ["2"], ["0"])):
+    for element, codes in enumerate((["0"], ["0"], ["2"], ["137", "0"])):
         ends = [line for line in outputs[element].splitlines() if "ended with exit code" in line]
         assert [line.split()[-1] for line in ends] == codes, outputs[element]
     assert "c.jsonl:21" in outputs[2]
@@ -127,6 +128,47 @@ def test_what_is_left(corpus, prefix):
 
 def left(prefix: Path, elements: int) -> list[int]:
     return prep.plan(prefix, SlurmConfig(), elements, workers=1).left
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "restarts", "requeued"),
+    [
+        (0, "RUNNING", 0, False),
+        (2, "RUNNING", 0, False),
+        (75, "RUNNING", 0, True),
+        (137, "RUNNING", 2, True),
+        (137, "RUNNING", 3, False),
+        (75, "CANCELLED", 0, False),
+    ],
+)
+def test_what_an_element_does_after_its_end(
+    corpus, prefix, tmp_path, monkeypatch, code, state, restarts, requeued
+):
+    commands = {
+        "python": f"exit {code}",
+        "scontrol": f'echo "$*" >>{tmp_path}/calls; echo "JobId=9 JobState={state} Reason=None"',
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "calls").touch()
+    for source in SOURCES:
+        write_source(prefix, source)
+    make_plan(corpus, prefix)
+    slurm = SlurmConfig(gpus_per_node=0, ranks_per_node=1, python=str(tmp_path / "python"))
+    script = tmp_path / "prep.sh"
+    script.write_text(prep.plan(prefix, slurm, elements=4, workers=1).script)
+    for name, value in {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "9",
+        "SLURM_ARRAY_JOB_ID": "9",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_RESTART_COUNT": str(restarts),
+        "SLURMD_NODENAME": "n1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert subprocess.run(["bash", str(script)]).returncode == code
+    assert ("requeue 9_3" in (tmp_path / "calls").read_text().splitlines()) == requeued
 
 
 def test_no_plan(tmp_path):
