@@ -10,7 +10,7 @@ from pathlib import Path
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 NODES = ("n1", "n2", "n3")
-TASKS_A_NODE = 4
+TASKS_A_NODE = 2
 HOSTS = Path("/etc/hosts")
 HOSTS_LINE = f"127.0.0.1 {' '.join(NODES)} # nodes of a test's SLURM, process {os.getpid()}\n"
 """Each process its own, which it takes away again: two may test at once."""
