@@ -13,8 +13,9 @@ quickstart: .venv/ready
 # Two processes share the tests: one works while the other's ranks wait for each other.
 test: .venv/ready
 	$(PYTEST) -n 2 --dist worksteal -m "not soak and not cluster" $(ARGS)
+	@echo "NOT TESTED HERE: jobs under a real SLURM (\`make slurm test-slurm\`, as root on Debian)"
 
-# The tests that start a real SLURM; they need root, and `make slurm` once.
+# The tests that start a real SLURM, in minutes; they need root, and `make slurm` once.
 test-slurm: .venv/ready
 	$(PYTEST) -m cluster tests/slurm $(ARGS)
 
@@ -35,6 +36,7 @@ check: .venv/ready
 
 # The real SLURM that tests/slurm starts, and shellcheck: Debian's packages, which only root installs.
 slurm:
+	@[ "$$(id -u)" = 0 ] || { echo "make slurm: needs root"; exit 1; }
 	@PATH=$$PATH:/usr/sbin; \
 	if ! { command -v slurmctld && command -v munged && command -v shellcheck; } >/dev/null; then \
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive \

@@ -147,9 +147,9 @@ def prep_submit(
         print(planned.script, end="")
         return
     *array, finish = prep.submit(planned)
-    done = planned.elements - len(planned.left)
     before = f"array {array[0]}: {len(planned.left)} elements, then " if array else ""
-    print(f"{before}job {finish}: merge and verify ({done} of {planned.elements} were done before)")
+    done = planned.units - planned.units_left
+    print(f"{before}job {finish}: merge and verify ({done} of {planned.units} units are done)")
     print(f"output in {planned.folder}")
 
 

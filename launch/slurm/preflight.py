@@ -43,6 +43,8 @@ def meet(task: Task, logs: Path, config: RunConfig) -> int:
     if missing:  # what this task writes there, none would read
         report(task.node, missing)
         raise NodeError(f"node {task.node}: {missing}")
+    if few := few_cpus(config.slurm.ranks_of_node // config.slurm.tasks):
+        print(f"mixtron: node {task.node}: {few}", flush=True)
     arrival = {"node": task.node, "port": 0, "problem": check_node(task, config)}
     if task.task == 0:
         arrival["port"] = free_port(task.job_id, config.slurm.port_range)
@@ -111,6 +113,14 @@ def check_allotment(environment: Mapping[str, str], expected: int) -> None:
                 f"slurm.gpus_per_node={expected}, but {name}={environment[name]}: submit with "
                 "`mixtron submit`, which asks for them"
             )
+
+
+def few_cpus(ranks: int) -> str:
+    """A warning if this task's ranks must share CPUs, which its own binding says; else empty."""
+    cpus = len(os.sched_getaffinity(0))
+    if cpus >= ranks:
+        return ""
+    return f"{ranks} ranks share {cpus} CPUs, which slows them: set slurm.cpus_per_task"
 
 
 def check_gpus(expected: int) -> str:

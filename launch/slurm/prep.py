@@ -1,12 +1,13 @@
 """`mixtron prep submit`: a corpus plan as a job array, then a job that merges and verifies."""
 
-import json
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mixtron.data_prep.errors import DataError
+from mixtron.data_prep.outputs import all_made, outputs_of
+from mixtron.data_prep.plan import load_plan
+from mixtron.data_prep.run import receipts_of
 from mixtron.launch.slurm import queue
 from mixtron.launch.slurm.config import SlurmConfig
 from mixtron.launch.slurm.script import render
@@ -14,56 +15,50 @@ from mixtron.launch.slurm.script import render
 
 @dataclass(frozen=True)
 class PrepSubmission:
-    """The elements of a plan that are left to do."""
+    """What is left to do of a plan."""
 
     prefix: Path
+    units: int
+    units_left: int
     elements: int
+    """Among which the units are shared out."""
     left: list[int]
+    """The elements that have a unit to do."""
     script: str
 
     @property
     def folder(self) -> Path:
-        return slurm_folder(self.prefix)
-
-
-def slurm_folder(prefix: Path) -> Path:
-    """`PREFIX.slurm`: the script, the elements' output, and `done_N` of each finished element."""
-    return Path(f"{prefix}.slurm")
+        """The script and the jobs' output."""
+        return Path(f"{self.prefix}.slurm")
 
 
 def plan(prefix: Path, slurm: SlurmConfig, elements: int, workers: int) -> PrepSubmission:
-    """What would be submitted. Elements that ended well since the plan was made are left out.
+    """What would be submitted: units with a receipt are done, whoever did them.
 
     Raises:
         DataError: no plan at `prefix`.
     """
     prefix = prefix.absolute()
-    path = Path(f"{prefix}.plan.json")
-    try:
-        units = len(json.loads(path.read_text())["units"])
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such plan; make it with `mixtron prep plan`") from None
-    except (ValueError, KeyError, TypeError):
-        raise DataError(f"{path}: not a plan of `mixtron prep plan`") from None
-    folder = slurm_folder(prefix)
-    elements = max(1, min(elements, units))
-    recorded = folder / "elements"
-    if recorded.exists() and recorded.stat().st_mtime_ns > path.stat().st_mtime_ns:
-        elements = int(recorded.read_text())  # so that what is done is still the same share
-    left = [i for i in range(elements) if not _is_done(folder / f"done_{i}", path)]
+    planned = load_plan(prefix)
+    receipts = receipts_of(planned, prefix)
+    missing = [i for i, unit in enumerate(planned.units) if unit.key not in receipts]
+    if all_made(planned, prefix):
+        missing = []
+    elements = max(1, min(elements, len(planned.units)))
     script = render(
         "prep.sh.j2",
         slurm=slurm,
         prefix=str(prefix),
-        folder=str(folder),
+        shards=[output.prefix for output in outputs_of(planned, prefix)],
         elements=elements,
         workers=workers,
         python=slurm.python or sys.executable,
-        comment=shlex.quote(f"mixtron prep {prefix}"),
+        comment=shlex.quote(_comment(prefix)),
         working_dir=shlex.quote(str(Path.cwd())),
-        output=shlex.quote(f"{folder}/%A_%a.out"),
+        output=shlex.quote(f"{prefix}.slurm/%A_%a.out"),
     )
-    return PrepSubmission(prefix, elements, left, script)
+    left = sorted({i % elements for i in missing})
+    return PrepSubmission(prefix, len(planned.units), len(missing), elements, left, script)
 
 
 def submit(planned: PrepSubmission) -> list[str]:
@@ -72,15 +67,13 @@ def submit(planned: PrepSubmission) -> list[str]:
     Raises:
         SlurmError: sbatch refused, or jobs of this plan still wait or run.
     """
-    comment = f"mixtron prep {planned.prefix}"
-    active = [job for job in queue.queued_jobs() if job.comment == comment]
+    active = [job for job in queue.queued_jobs() if job.comment == _comment(planned.prefix)]
     if active:
         raise queue.SlurmError(
             f"{planned.prefix}: job {active[0].job} of it is {active[0].state} ({active[0].reason})"
             "; wait for it, or scancel it"
         )
     planned.folder.mkdir(parents=True, exist_ok=True)
-    (planned.folder / "elements").write_text(f"{planned.elements}\n")
     script = planned.folder / "prep.sh"
     script.write_text(planned.script)
     script.chmod(0o755)
@@ -94,5 +87,5 @@ def submit(planned: PrepSubmission) -> list[str]:
     return jobs
 
 
-def _is_done(mark: Path, plan_path: Path) -> bool:
-    return mark.exists() and mark.stat().st_mtime_ns > plan_path.stat().st_mtime_ns
+def _comment(prefix: Path) -> str:
+    return f"mixtron-prep {prefix}"

@@ -158,6 +158,16 @@ def test_a_job_that_slurm_took_away_is_not_requeued(fake):
     assert "requeue" not in calls
 
 
+def test_an_element_of_an_array_requeues_itself_alone(fake, tmp_path):
+    """Its SLURM_JOB_ID, if it started last, is also the id of the whole array."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "runs.txt").write_text(f"{tmp_path}/run\n" * 3)
+    element = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    ended, output, calls = fake(SILENT, element, array_size=3)
+    assert ended == 76, output
+    assert calls.splitlines() == ["scontrol -o show job 7_2", "scontrol requeue 7_2"]
+
+
 def test_bad_nodes_are_left_out(fake):
     task = """
 import os, sys

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from mixtron.data_prep.build import plan_to
 from mixtron.data_prep.errors import DataError
+from mixtron.data_prep.plan import Recipe
 from mixtron.launch.config import load_config
 from mixtron.launch.slurm import queue
 from mixtron.launch.slurm.config import SlurmConfig, load_profile
 from mixtron.launch.slurm.submit import plan, sweep_points
 from mixtron.megatron_ext.errors import ConfigError
+from tests.data_prep.corpora import speeches
 from tests.helpers.jobs import small_config, write_config
 from tests.slurm.scenario import mixtron
 
@@ -159,15 +162,19 @@ def test_without_slurm_it_says_so(config, monkeypatch, tmp_path):
         mixtron("submit", str(config))
 
 
-@pytest.mark.parametrize("command", ["submit", "status", "logs", "cancel"])
-def test_no_torch_on_the_login_node(command, config, tmp_path):
+@pytest.mark.parametrize("command", ["submit", "status", "logs", "cancel", "prep submit"])
+def test_no_torch_on_the_login_node(command, config, corpus, tmp_path):
     """A second is what a person waits for gladly; busy machines are judged by the CPU's time."""
     arguments = {
         "submit": ["submit", str(config), "--dry-run"],
         "status": ["status", str(tmp_path)],
         "logs": ["logs", str(tmp_path)],
         "cancel": ["cancel", str(tmp_path)],
+        "prep submit": ["prep", "submit", str(tmp_path / "planned"), "--dry-run"],
     }[command]
+    if command == "prep submit":
+        recipe = Recipe(tokenizer=str(corpus / "tok.model"))
+        plan_to(tmp_path / "planned", speeches()[:3], recipe)
     program = f"""
 import resource, sys
 from mixtron.launch.cli import main
@@ -182,5 +189,6 @@ print(used.ru_utime + used.ru_stime, file=sys.stderr)
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith("#!/bin/bash") == (arguments[-1] == "--dry-run"), answer.stderr
     # Twice what it takes alone: neighbours take from a core even in user time.
     assert float(answer.stderr.split()[-1]) < 2

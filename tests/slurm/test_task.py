@@ -120,6 +120,12 @@ def test_fewer_gpus_than_the_config_counts_on(given):
     preflight.check_allotment({}, 8)
 
 
+def test_ranks_that_are_bound_to_one_cpu_are_warned_of(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5})
+    assert preflight.few_cpus(8).startswith("8 ranks share 1 CPUs")
+    assert preflight.few_cpus(1) == ""
+
+
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [

@@ -1,0 +1,72 @@
+"""A signal to one rank at an awkward moment: before the model, in loading, evaluating, saving."""
+
+import os
+import signal
+
+import pytest
+
+from mixtron.launch.checkpoint_files import list_checkpoints
+from tests.helpers.ranks import run_on_ranks
+from tests.launch.short_runs import write
+
+
+def run_with_signal(config_path: str, moment: str) -> tuple[int, int, int, int]:
+    """Exit code, last step, calls of save and rounds of evaluation, when rank 1 gets SIGUSR1."""
+    import torch.distributed as dist
+
+    from mixtron.launch import evaluate, loop, saver, setup_run
+    from mixtron.launch.config import load_config
+    from mixtron.launch.data import open_data
+    from mixtron.launch.signals import StopFlag, Stopped
+
+    counts = {"save": 0, "evaluate": 0}
+    config = load_config(config_path, ["training.eval_every_steps=2"])
+    stop = StopFlag()
+
+    def reach(here: str) -> None:
+        if here == moment and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def after_signal(plain, here: str):
+        def call(*args, **kwargs):
+            reach(here)
+            if here in counts:
+                counts[here] += 1
+            return plain(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup_run, "resume", after_signal(setup_run.resume, "load"))
+        patch.setattr(loop, "train_step", after_signal(loop.train_step, "step"))
+        patch.setattr(
+            evaluate, "run_micro_batches", after_signal(evaluate.run_micro_batches, "evaluate")
+        )
+        patch.setattr(saver.Saver, "save", after_signal(saver.Saver.save, "save"))
+        try:
+            reach("open data")
+            run = setup_run.prepare(config, *open_data(config)[1:], stop)
+            if moment == "save":
+                stop.signal = signal.SIGTERM if dist.get_rank() == 1 else None
+            code = loop.train(run)
+        except Stopped as stopped:
+            return stopped.exit_code, 0, counts["save"], counts["evaluate"]
+    return code, run.progress.step, counts["save"], counts["evaluate"]
+
+
+@pytest.mark.parametrize(
+    ("moment", "step", "saves", "rounds"),
+    [
+        ("open data", 0, 0, 0),
+        ("load", 0, 0, 0),
+        ("step", 1, 1, 0),
+        ("evaluate", 2, 1, 1),  # of five: the rest would be waited for
+        ("save", 1, 1, 0),  # the second signal
+    ],
+)
+def test_a_signal_to_one_rank_is_heard_everywhere(corpus, tmp_path, moment, step, saves, rounds):
+    config = write(corpus, tmp_path)
+    expected = (75, step, saves, rounds)
+    assert run_on_ranks(2, run_with_signal, str(config), moment) == [expected] * 2
+    found = list_checkpoints(tmp_path / "run" / "checkpoints") if saves else []
+    assert [(c.step, c.complete) for c in found] == [(step, True)] * saves
