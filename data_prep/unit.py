@@ -26,7 +26,7 @@ PARTS = ("bin", "lengths", "hashes", "rejected")
 HASH_BYTES = 16
 TOKENIZER_GROWTH_BYTES = 512 << 20
 """Tokenizers remember words without limit: one that has grown so much is opened anew."""
-CHECKED_DOCUMENTS, CHECKED_CHARACTERS = 8, 2048
+CHECKED_DOCUMENTS, CHECKED_CHARACTERS = 8, 1024
 """Of each unit, what a fast backend is held against the plain tokenizer on: the beginnings of its
 first documents."""
 
