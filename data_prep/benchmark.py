@@ -149,7 +149,7 @@ def prepare(folder: Path, texts: list[Path], megabytes: int) -> int:
         for text in documents:
             out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
     table = pa.table({"text": documents})
-    parquet.write_table(table, folder / "corpus.parquet", row_group_size=2000, compression="zstd")
+    parquet.write_table(table, folder / "corpus.parquet", row_group_size=2000)  # snappy
     return size
 
 
