@@ -1,9 +1,11 @@
 """Speed of `build` against other ways to do the same: `python -m mixtron.data_prep.benchmark`.
 
 Every way reads the same documents and gives the same tokens, in a process of its own, start-up
-included. The two that are not ours are made here from the description of Megatron-LM's tools:
-`pool and parent` (a pool of workers that parse and tokenise 32 lines at a time, and one parent
-that writes) and `one call` (gigatoken's own file reader, the whole corpus in memory).
+included. The ways take turns, and the best of each counts. Those that are not ours are made here
+from the description of Megatron-LM's tools, without their import of Megatron, which takes seconds:
+`pool and parent` is `preprocess_data.py` (a pool of workers that parse and tokenise 32 lines at a
+time, one parent that writes), `one call` is `preprocess_data_fast.py` (gigatoken's own file
+reader, the whole corpus in memory).
 """
 
 import argparse
@@ -11,6 +13,7 @@ import json
 import multiprocessing
 import os
 import platform
+import random
 import resource
 import subprocess
 import sys
@@ -27,70 +30,100 @@ from mixtron.data_prep.shards import Shard
 from mixtron.data_prep.tokenizer_training import train_tokenizer
 
 DOCUMENT_CHARACTERS = 6_000
+TRAINED_DOCUMENTS = 1_000
 LINES_AT_ONCE = 32
+Encode = Callable[[str], list[int]]
 
 
-def pool_and_parent(folder: Path, workers: int) -> int:
+def pool_and_parent(load: Callable[[str], Encode]) -> Callable[[Path, int], int]:
     """A pool of tokenising workers, whose results one parent writes a document at a time."""
-    tokens, lengths = 0, []
-    pool = multiprocessing.get_context("spawn").Pool(workers, _open_tokenizer, (folder,))
-    with pool, open(folder / "corpus.jsonl", "rb") as lines, open(folder / "p.bin", "wb") as out:
-        for ids in pool.imap(_encode_line, lines, LINES_AT_ONCE):
-            document = np.array(ids, dtype=np.uint16)
-            out.write(document.tobytes(order="C"))
-            lengths.append(len(document))
-            tokens += len(document)
-    np.array(lengths, dtype=np.int32).tofile(folder / "p.idx")
-    return tokens
+
+    def run(folder: Path, workers: int) -> int:
+        tokens, lengths = 0, []
+        start = _Encoder(load, str(folder / "tokenizer"))
+        start.open()  # as there, for the size of the vocabulary
+        # fork, as by default on Linux until Python 3.14.
+        pool = multiprocessing.get_context("fork").Pool(workers, start.open)
+        with (
+            pool,
+            open(folder / "corpus.jsonl", "rb") as lines,
+            open(folder / "p.bin", "wb") as out,
+        ):
+            for ids in pool.imap(start.encode, lines, LINES_AT_ONCE):
+                document = np.array(ids, dtype=np.uint16)
+                out.write(document.tobytes(order="C"))
+                lengths.append(len(document))
+                tokens += len(document)
+        np.array(lengths, dtype=np.int32).tofile(folder / "p.idx")
+        return tokens
+
+    return run
 
 
-_opened: dict = {}
+class _Encoder:
+    """What a worker of the pool holds; opened in the worker."""
+
+    tokenize: Encode
+
+    def __init__(self, load: Callable[[str], Encode], folder: str) -> None:
+        self._load, self._folder = load, folder
+
+    def open(self) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        _Encoder.tokenize = staticmethod(self._load(self._folder))
+
+    def encode(self, line: bytes) -> list[int]:
+        return [*_Encoder.tokenize(json.loads(line)["text"]), 0]
 
 
-def _open_tokenizer(folder: Path) -> None:
+def transformers_tokenizer(folder: str) -> Encode:
+    """As Megatron-core's `HuggingFaceTokenizer.text_to_ids` encodes."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True)
+    return lambda text: tokenizer(text).input_ids
+
+
+def bare_tokenizer(folder: str) -> Encode:
+    """The library below it, called directly."""
     from tokenizers import Tokenizer
 
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _opened["tokenizer"] = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
-
-
-def _encode_line(line: bytes) -> list[int]:
-    text = json.loads(line)["text"]
-    return [*_opened["tokenizer"].encode(text, add_special_tokens=False).ids, 0]
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def one_call(folder: Path, workers: int) -> int:
     """gigatoken reads and encodes the file by itself, on as many threads as there are cores."""
+    import awkward as ak
     import gigatoken
 
     tokenizer = gigatoken.Tokenizer(folder / "tokenizer")
     source = gigatoken.JsonlFileSource([folder / "corpus.jsonl"])
-    rows = tokenizer.encode_files(source, parallel=True).layout
-    offsets, ids = np.asarray(rows.offsets.data), np.asarray(rows.content.data)  # type: ignore
-    lengths = np.diff(offsets) + 1
-    out = np.zeros(lengths.sum(), dtype=np.uint16)
-    is_text = np.ones(len(out), dtype=bool)
-    is_text[np.cumsum(lengths) - 1] = False
-    out[is_text] = ids
-    out.tofile(folder / "o.bin")
-    lengths.astype(np.int32).tofile(folder / "o.idx")
-    return len(out)
+    documents = tokenizer.encode_files(source, parallel=True)
+    ends = ak.Array(np.zeros((len(documents), 1), dtype=np.uint32))
+    documents = ak.concatenate([documents, ak.from_regular(ends)], axis=1)
+    ids = ak.to_numpy(ak.flatten(documents)).astype(np.uint16)
+    ids.tofile(folder / "o.bin")
+    ak.to_numpy(ak.num(documents)).astype(np.int32).tofile(folder / "o.idx")
+    return len(ids)
 
 
 def ours(name: str, backend: str) -> Callable[[Path, int], int]:
     """`build` of one file: plan, run, merge, verify."""
 
     def run(folder: Path, workers: int) -> int:
-        prefix = folder / f"ours-{backend}-{name.rpartition('.')[2]}"
         recipe = Recipe(str(folder / "tokenizer"))
-        build_all([folder / name], recipe, prefix, workers, backend=backend, progress=False)
-        return Shard(prefix).total_tokens
+        with tempfile.TemporaryDirectory(dir=folder) as output:
+            prefix = Path(output) / "ours"
+            build_all([folder / name], recipe, prefix, workers, backend=backend, progress=False)
+            return Shard(prefix).total_tokens
 
     return run
 
 
 WAYS: dict[str, Callable[[Path, int], int]] = {
-    "pool and parent, tokenizers": pool_and_parent,
+    "pool and parent, transformers": pool_and_parent(transformers_tokenizer),
+    "pool and parent, tokenizers": pool_and_parent(bare_tokenizer),
     "build, tokenizers": ours("corpus.jsonl", "plain"),
     "one call, gigatoken": one_call,
     "build, gigatoken": ours("corpus.jsonl", "gigatoken"),
@@ -99,32 +132,39 @@ WAYS: dict[str, Callable[[Path, int], int]] = {
 
 
 def prepare(folder: Path, texts: list[Path], megabytes: int) -> int:
-    """Tokenizer and corpus, as JSON lines and as Parquet; returns bytes of text."""
+    """Corpus, as JSON lines and as Parquet, and a tokenizer of it; returns bytes of text."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    train_tokenizer(texts, 32_000, "bytelevel", folder / "tokenizer", progress=False)
     documents, size = [], 0
     for text in _documents(texts):
         documents.append(text)
         size += len(text.encode())
         if size >= megabytes * 1_000_000:
             break
+    sample = folder / "sample.txt"
+    sample.write_text("\n".join(documents[:TRAINED_DOCUMENTS]), encoding="utf-8")
+    train_tokenizer([sample], 32_000, "bytelevel", folder / "tokenizer", progress=False)
     with open(folder / "corpus.jsonl", "w", encoding="utf-8") as out:
         for text in documents:
             out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
     table = pa.table({"text": documents})
-    parquet.write_table(table, folder / "corpus.parquet", row_group_size=2000, compression="zstd")
+    parquet.write_table(table, folder / "corpus.parquet", row_group_size=2000)  # snappy
     return size
 
 
 def _documents(texts: list[Path]) -> Iterator[str]:
-    """Stretches of the texts, each round cut at other places."""
+    """Stretches of the texts, mixed; when all were taken, again, cut at other places."""
     contents = [path.read_text(encoding="utf-8") for path in texts]
     for turn in range(1_000_000):
-        for content in contents:
-            for start in range(37 * turn % DOCUMENT_CHARACTERS, len(content), DOCUMENT_CHARACTERS):
-                yield content[start : start + DOCUMENT_CHARACTERS]
+        first = 37 * turn % DOCUMENT_CHARACTERS
+        stretches = [
+            content[start : start + DOCUMENT_CHARACTERS]
+            for content in contents
+            for start in range(first, len(content), DOCUMENT_CHARACTERS)
+        ]
+        random.Random(turn).shuffle(stretches)
+        yield from stretches
 
 
 def measure(way: str, folder: Path, workers: int) -> tuple[float, float, int]:
@@ -152,29 +192,39 @@ def main() -> None:
     parser.add_argument("--text", nargs="*", type=Path, help="text files to make the corpus of")
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3, help="the best of so many counts")
+    parser.add_argument("--skip", nargs="*", choices=WAYS, default=[], help="ways to leave out")
     parser.add_argument("--folder", type=Path, help="holds the corpus of an earlier start")
     parser.add_argument("--way", choices=WAYS)
     arguments = parser.parse_args()
     if arguments.way:
         print(WAYS[arguments.way](arguments.folder, arguments.workers))
         return
+    ways = [way for way in WAYS if way not in arguments.skip]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         size = prepare(folder, arguments.text, arguments.megabytes) / 1e6
-        load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
         print(f"{size:.0f} MB of text, {arguments.workers} workers, {os.cpu_count()} cores,")
-        print(f"Python {platform.python_version()}, load {load} at the start\n")
-        print("| way | MB/s | times the first | MB per CPU second | tokens |")
-        print("|---|---|---|---|---|")
-        first = None
-        for way in WAYS:
-            seconds, cpu, tokens = measure(way, folder, arguments.workers)
-            first = first or seconds
-            print(
-                f"| {way} | {size / seconds:.1f} | {first / seconds:.1f} | {size / cpu:.1f} "
-                f"| {tokens:,} |",
-                flush=True,
-            )
+        print(f"Python {platform.python_version()}, best of {arguments.rounds} rounds\n")
+        found = {way: [] for way in ways}
+        for turn in range(arguments.rounds):
+            for way in ways:
+                found[way].append(measure(way, folder, arguments.workers))
+                load = os.getloadavg()[0]
+                print(f"round {turn + 1}, load {load:.0f}: {way}: {found[way][-1]}", flush=True)
+    _print_table(found, size)
+
+
+def _print_table(found: dict[str, list[tuple[float, float, int]]], size: float) -> None:
+    print("\n| way | MB/s | times the first | MB per CPU second | times the first | tokens |")
+    print("|---|---|---|---|---|---|")
+    best = {way: tuple(map(min, zip(*runs, strict=True))) for way, runs in found.items()}
+    first = next(iter(best.values()))
+    for way, (seconds, cpu, tokens) in best.items():
+        print(
+            f"| {way} | {size / seconds:.1f} | {first[0] / seconds:.1f} "
+            f"| {size / cpu:.1f} | {first[1] / cpu:.1f} | {tokens:,} |"
+        )
 
 
 if __name__ == "__main__":

@@ -3,22 +3,26 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-
 
 @contextmanager
 def progress_bar(
     name: str, total_bytes: int, *, show: bool
 ) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error; yields `advance(bytes, documents)`."""
+    if not show:
+        yield lambda size, count: None
+        return
+    # Here, because every worker imports this file and none shows a bar.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -27,7 +31,7 @@ def progress_bar(
         TextColumn("{task.fields[documents]:,} documents, {task.fields[rate]:,.0f}/s"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(name, total=total_bytes, documents=0, rate=0.0)
         documents = 0
 

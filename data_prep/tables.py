@@ -118,11 +118,12 @@ def _rows_at_once(rows: int, size: int) -> int:
 
 def _strings(column: pa.Array, digest: Any) -> list[str | bytes | None]:
     """The column's texts: None for null, the reason as bytes for what is not UTF-8."""
-    if pa.types.is_dictionary(column.type) or not pa.types.is_large_string(column.type):
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
         column = column.cast(pa.large_string())
     _, offsets, data = column.buffers()
-    bounds = np.frombuffer(offsets, dtype="<i8")[column.offset : column.offset + len(column) + 1]
-    digest.update(np.diff(bounds).data)
+    width = "<i4" if pa.types.is_string(column.type) else "<i8"
+    bounds = np.frombuffer(offsets, dtype=width)[column.offset : column.offset + len(column) + 1]
+    digest.update(np.diff(bounds).astype("<i8").data)
     if data is not None and len(bounds):
         digest.update(memoryview(data)[bounds[0] : bounds[-1]])
     try:

@@ -1,6 +1,8 @@
 """gigatoken as a faster engine for a tokenizer: the same ids, and held against the plain one."""
 
 import json
+import unicodedata
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +39,11 @@ class GigatokenTokenizer(Tokenizer):
 
     def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         # One by one is as fast as a batch, which would import awkward: a second for each worker.
-        encoded = [self._engine.encode(text) for text in texts]
+        engine = self._engine.encode
+        encoded = [
+            self.plain.encode_flat([text])[0] if has_new_characters(text) else engine(text)
+            for text in texts
+        ]
         lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
         return np.concatenate(encoded) if encoded else np.zeros(0, np.uint32), lengths
 
@@ -58,6 +64,27 @@ class GigatokenTokenizer(Tokenizer):
                     f"{where}: gigatoken and the plain tokenizer differ at token {first} of the "
                     f"document that begins {text[:40]!r}; use --backend plain, and report it"
                 )
+
+
+def has_new_characters(text: str) -> bool:
+    """Whether Unicode gave a character of the text no meaning until after this Python's version.
+
+    Libraries of different ages disagree on whether such a character is a letter, and so on where
+    words end.
+    """
+    if text.isascii():
+        return False
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+    return bool(_new_characters()[codes].any())
+
+
+@cache
+def _new_characters() -> np.ndarray:
+    """bool [code points]."""
+    new = np.zeros(0x110000, dtype=bool)
+    assigned_planes = 0x40000  # the others hold tags and private use
+    new[:assigned_planes] = [unicodedata.category(chr(c)) == "Cn" for c in range(assigned_planes)]
+    return new
 
 
 def _as_json(path: Path, kind: str) -> bytes | str:

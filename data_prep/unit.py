@@ -26,7 +26,7 @@ PARTS = ("bin", "lengths", "hashes", "rejected")
 HASH_BYTES = 16
 TOKENIZER_GROWTH_BYTES = 512 << 20
 """Tokenizers remember words without limit: one that has grown so much is opened anew."""
-CHECKED_DOCUMENTS, CHECKED_CHARACTERS = 8, 2048
+CHECKED_DOCUMENTS, CHECKED_CHARACTERS = 8, 1024
 """Of each unit, what a fast backend is held against the plain tokenizer on: the beginnings of its
 first documents."""
 
@@ -225,14 +225,13 @@ class _UnitFiles:
             )
         self._write("bin", np.ascontiguousarray(tokens, self.dtype.newbyteorder("<")).data)
         self._write("lengths", lengths.astype("<i4").data)
-        encoded = [text.encode() for text in texts]
         if "hashes" in self._open:
-            hashes = (hashlib.blake2b(text, digest_size=HASH_BYTES).digest() for text in encoded)
+            hashes = (hashlib.blake2b(t.encode(), digest_size=HASH_BYTES).digest() for t in texts)
             self._write("hashes", b"".join(hashes))
         self.documents += len(texts)
         self.tokens += len(tokens)
         self.longest = max(self.longest, int(lengths.max()))
-        self.text_bytes += sum(map(len, encoded))
+        self.text_bytes += sum(len(t) if t.isascii() else len(t.encode()) for t in texts)
         self.eod_in_text += sum(text.count(eod_text) for text in texts)
 
     def reject(self, piece: Piece, rejected: Rejected) -> None:

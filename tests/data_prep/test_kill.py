@@ -127,6 +127,8 @@ def test_an_array_with_two_killed_elements_equals_one_machine(
     assert [start(index).wait() for index in (0, 1)] == [0, 0]
     for one in merge(tmp_path / "array" / "x", progress=False):
         verify(one.output.prefix, progress=False)
+    (said,) = status_lines(tmp_path / "array" / "x")
+    assert "all 8 units are done and merged" in said
     build_all([corpus], recipe, tmp_path / "one" / "x", workers=2, progress=False)
     assert shards_in(tmp_path / "array") == shards_in(tmp_path / "one")
     assert len(shards_in(tmp_path / "one")) == 6

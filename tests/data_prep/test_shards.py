@@ -11,7 +11,7 @@ import pytest
 from mixtron.data_prep import shard_writer
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.shard_writer import ShardWriter
-from mixtron.data_prep.shards import Shard
+from mixtron.data_prep.shards import HEADER, Shard
 from tests.data_prep.corpora import TOKENIZER, write_shard
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [99]]
@@ -60,6 +60,24 @@ def test_manifest_says_what_the_files_hold(tmp_path):
         digest = hashlib.sha256((tmp_path / f"a.{suffix}").read_bytes()).hexdigest()
         assert manifest[f"{suffix}_sha256"] == digest
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx", "a.json"]
+
+
+@pytest.mark.parametrize("block", [1, 1 << 20])
+def test_pointers_go_beyond_4_gib(tmp_path, monkeypatch, block):
+    """Two documents of 2^30 tokens, holes in the file, before one of three."""
+    monkeypatch.setattr(shard_writer, "BLOCK", block)
+    with ShardWriter(tmp_path / "a", 100, None, TOKENIZER) as writer:
+        writer.add(np.array([1, 2, 7, 8, 9]), np.array([1, 1, 3]))
+        writer._bin.seek(2**32)
+        writer._bin.write(np.array([7, 8, 9], dtype="<u2").data)
+        writer._idx.seek(HEADER.size)
+        writer._idx.write(np.array([2**30, 2**30, 3], dtype="<i4").data)
+        writer.tokens = 2**31 + 3
+        writer.publish([], {})
+    shard = Shard(tmp_path / "a")
+    assert shard.document_offsets.tolist() == [0, 2**30, 2**31, 2**31 + 3]
+    assert shard.document(2).tolist() == [7, 8, 9]
+    assert shard.document_starts(2**30 + 1, 2**31 + 1).tolist() == [2**31]
 
 
 def test_index_is_the_same_whatever_the_block_size(tmp_path, monkeypatch):

@@ -35,7 +35,12 @@ RANGES = [
     (0x4E00, 0x9FFF),
     (0xE000, 0xF8FF),
     (0xFE00, 0xFE0F),
+    (0xA640, 0xA7FF),
+    (0x10900, 0x11FFF),
+    (0x16A00, 0x18FFF),
+    (0x1E000, 0x1EFFF),
     (0x1F300, 0x1FAFF),
+    (0x2B700, 0x334FF),
     (0x10000, 0x10FFFF),
 ]
 PIECES = [
@@ -109,6 +114,26 @@ def test_random_unicode_gives_the_same_ids(request, which):
         plain.eod_id,
         plain.vocab_size,
     )
+
+
+def test_every_character_is_taken_for_a_letter_or_not_by_both(tmp_path):
+    """gigatoken knows a newer Unicode than `tokenizers`: U+A7CE is a letter to one alone."""
+    characters = _byte_characters()
+    vocab = {character: byte for byte, character in characters.items()}
+    merges = [(mark, characters[lead]) for mark in '"1' for lead in range(0xC2, 0xF5)]
+    vocab |= {a + b: 256 + i for i, (a, b) in enumerate(merges)}
+    library = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    fast = GigatokenTokenizer(tmp_path, "<|endoftext|>", False)
+    assert fast.encode_batch(["\ua7ce", "a"])[0].tolist() == [0xEA, 0x9F, 0x8E]
+    codes = [c for c in range(0x80, 0x33500) if not 0xD800 <= c < 0xE000]
+    blocks = [codes[i : i + 16] for i in range(0, len(codes), 16)]
+    texts = ["".join(f'"{chr(c)}1{chr(c)}' for c in block) for block in blocks]
+    got, expected = fast.encode_batch(texts), fast.plain.encode_batch(texts)
+    wrong = [t for t, a, b in zip(texts, got, expected, strict=True) if a.tolist() != b.tolist()]
+    assert not wrong, f"{len(wrong)} differ, first {wrong[0]!r}"
 
 
 @pytest.mark.parametrize("which", ["bytelevel_folder", "sentencepiece_model"])

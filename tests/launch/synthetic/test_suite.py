@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mixtron.launch.memory import memory_per_rank
+from mixtron.launch.synthetic.suite import PROCESS_BYTES, room_for
 from mixtron.launch.synthetic.suite_config import SuiteConfig, cells_of, load_suite, merged
 from mixtron.launch.synthetic.suite_results import read_results
 from mixtron.launch.synthetic.suite_table import summarise, write_table
@@ -235,6 +237,17 @@ def test_killed_stopped_and_straight_suites_have_the_same_table(path, tmp_path):
     assert run.returncode == 2
     [line] = run.stderr.splitlines()
     assert "made with another configuration of this suite" in line
+
+
+def test_as_many_runs_at_once_as_a_gpu_has_room_for(path, tmp_path, monkeypatch):
+    cells = cells_of(load_suite(path, tiny=False), tmp_path)
+    run_bytes = PROCESS_BYTES + max(sum(memory_per_rank(c.config, 1).values()) for c in cells)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert room_for(cells) == 16  # without a GPU, a run a core
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for free_bytes, runs in ((0, 1), (5.01 * run_bytes / 0.8, 5), (1e15, 16)):
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda n=free_bytes: (int(n), 10**15))
+        assert room_for(cells) == runs
 
 
 def result(model: str, seed: int, accuracies: list[float]) -> dict:
