@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+PLOT = Path("curves.png")
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps that are timed.")]
 
 
@@ -69,3 +70,30 @@ def data(
 
     bench_data(load_config(config, overrides), micro_batches, tokens_per_s)
     torch.distributed.destroy_process_group()
+
+
+@app.command()
+def curves(
+    config: Annotated[Path, typer.Argument(help="A run's YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value ...")] = None,
+    form: Annotated[
+        list[str] | None, typer.Option(help='"NAME key.path=value ...", two or more times.')
+    ] = None,
+    noise: Annotated[
+        str | None,
+        typer.Option(
+            help="key.path=value ... that change the first form's rounding and nothing else, such "
+            "as training.micro_batch_sequences=1: a form that the others are measured by."
+        ),
+    ] = None,
+    plot: Annotated[Path, typer.Option(help="PNG; a JSON is written beside it.")] = PLOT,
+    steps: Annotated[int, typer.Option(min=1, help="Of each form.")] = 300,
+    limit_s: Annotated[float, typer.Option(min=0, help="Of a form's steps; 0: none.")] = 0,
+    at_once: Annotated[int, typer.Option(min=1, help="Forms that train side by side.")] = 1,
+) -> None:
+    """Trains a config once in each form, on the same data in order, and compares the losses."""
+    from mixtron.launch.bench.curves import bench_curves, parse_forms
+
+    forms = parse_forms(form or [], noise)
+    options = {"steps": steps, "limit_s": limit_s, "at_once": at_once}
+    raise typer.Exit(1 if bench_curves(config, overrides or [], forms, plot, **options) else 0)

@@ -1,11 +1,13 @@
 """`mixtron bench` on a CPU: what it prints, and what it refuses."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from mixtron.launch.bench.curves import Curve, bench_curves, parse_forms, report
 from mixtron.launch.bench.ops import benches, run_benches
 from mixtron.launch.bench.profile import kind_of
 from mixtron.launch.config import load_config
@@ -71,6 +73,45 @@ def data_report(path: str) -> str:
     with contextlib.redirect_stdout(printed):
         bench_data(load_config(path), 2, 1e6)
     return printed.getvalue()
+
+
+def test_curves_compare_forms_on_the_same_data(corpus, tmp_path):
+    """The same form again has the same losses; another micro-batch rounds differently."""
+    small = small_config(corpus, tmp_path / "run")
+    small |= {"parallel": {}, "mixers": {"kla": small["mixers"]["kla"]}}
+    small["model"] |= {"dropout": 0.0, "layers": 1, "pattern": ["kla"]}
+    path, plot = write_config(tmp_path / "config.yaml", small), tmp_path / "made" / "curves.png"
+    forms = parse_forms(["a", "other optimizer.lr=2e-2"], "training.micro_batch_sequences=2")
+    options = {"plot": plot, "steps": 3, "limit_s": 0, "at_once": 2}
+    assert bench_curves(path, [], forms, **options) == 0
+    written = json.loads(plot.with_suffix(".json").read_text())
+    losses = {name: [row["loss"] for row in form["rows"]] for name, form in written.items()}
+    assert list(losses) == ["a", "noise", "other"]
+    assert [row["step"] for row in written["a"]["rows"]] == [1, 2, 3]
+    assert losses["noise"] == pytest.approx(losses["a"], rel=1e-4)
+    assert losses["other"][0] == losses["a"][0]
+    assert losses["other"][2] != pytest.approx(losses["a"][2], rel=1e-4)
+    assert plot.stat().st_size > 10_000
+
+
+def test_curves_refuse_forms_that_cannot_be_told_apart():
+    with pytest.raises(ConfigError, match="--form: a, a; at least two"):
+        parse_forms(["a", "a optimizer.lr=1"], None)
+    with pytest.raises(ConfigError, match="--form: a; at least two"):
+        parse_forms(["a"], None)
+
+
+def test_curves_report_distance_in_units_of_the_noise():
+    def curve(name: str, offset: float) -> Curve:
+        rows = [
+            {"step": i, "seconds": i / 10, "loss": 3 + offset, "grad_norm": i, "skipped_steps": 0}
+            for i in (1, 2)
+        ]
+        return Curve(name, 0, rows)
+
+    printed = report([curve("a", 0.0), curve("noise", 0.01), curve("b", -0.03)])
+    cells = [cell.strip() for cell in printed.splitlines()[-1].split("|")][1:-1]
+    assert cells == ["b", "2", "2.97", "0.03", "0.03", "0.03", "3.00", "1.5", "2", "0", "100"]
 
 
 def test_ops_refuses_what_it_has_not():
