@@ -76,12 +76,13 @@ def delta_rule_triton(
     inputs = [q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ]
     initial = initial_state_BJKV
     if rows > 1:
-        # Nothing passes from row to row: one program each instead of one for all.
-        inputs = [None if x is None else x[0].unflatten(0, (rows, -1)) for x in inputs]
+        # Nothing passes from row to row: one program each instead of one for all. By views whose
+        # gradient is a view too; that of x[0] is a copy in zeros.
+        inputs = [None if x is None else x.reshape(rows, -1, *x.shape[2:]) for x in inputs]
         initial = None if initial is None else F.pad(initial, (0,) * 7 + (rows - 1,))
     o_BTJV, state_BJKV = _DeltaRule.apply(*inputs, initial, cu_seqlens, options)  # type: ignore[misc]
     if rows > 1:
-        o_BTJV, state_BJKV = o_BTJV.flatten(0, 1)[None], state_BJKV[-1:]
+        o_BTJV, state_BJKV = o_BTJV.flatten(0, 1).unsqueeze(0), state_BJKV[-1:]
     return o_BTJV, state_BJKV
 
 
