@@ -18,7 +18,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from mixtron.kernels.norms import rms_norm
-from mixtron.kernels.short_convolution import short_convolution
+from mixtron.kernels.short_convolution import short_convolution_parts
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import rows_before
 from mixtron.megatron_ext.parameters import (
@@ -175,10 +175,14 @@ class FusedColumnParallel(ColumnParallelLinear):
             assert self.bias is not None
             declare(self.bias, constant(0.0), tensor_dim=0, components=components)
 
-    def forward(self, hidden_TBD: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """The local slice of every component, in order. Gathers the sequence under SP."""
+    def forward(self, hidden_TBD: Tensor, joined: int = 1) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """The local slice of every component, in order, the first `joined` of them as one tensor.
+
+        Gathers the sequence under SP.
+        """
         output, _ = super().forward(hidden_TBD)
-        return output.split(self.local_sizes, dim=-1)
+        sizes = self.local_sizes
+        return output.split([sum(sizes[:joined]), *sizes[joined:]], dim=-1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return {
@@ -262,6 +266,7 @@ class ShortConvolution(ShardedModule):
         super().__init__(config, tp_group)
         self.cp_group = cp_group
         self.silu = silu
+        self.widths = tuple(size // tp_group.size() for size in components.values())
         bound = width**-0.5
         self.weight = self.new_parameter(
             (sum(components.values()) // tp_group.size(), width),
@@ -271,22 +276,20 @@ class ShortConvolution(ShardedModule):
         )
 
     def forward(self, x_TBE: Tensor, batch: Batch) -> Tensor:
+        return self._parts(x_TBE, batch, (x_TBE.shape[-1],))[0]
+
+    def components(self, x_TBE: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+        """`forward`, each component a tensor of its own."""
+        return self._parts(x_TBE, batch, self.widths)
+
+    def _parts(self, x_TBE: Tensor, batch: Batch, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
         halo, position_T = self.weight.shape[1] - 1, batch.position_ids
         if batch.context_size == 1 or halo == 0:
-            return short_convolution(x_TBE, self.weight, position_T, silu=self.silu)
+            return short_convolution_parts(x_TBE, self.weight, position_T, widths, silu=self.silu)
         x_TBE = torch.cat([rows_before(x_TBE, halo, self.cp_group), x_TBE])
         position_T = F.pad(position_T, (halo, 0))
-        return short_convolution(x_TBE, self.weight, position_T, silu=self.silu)[halo:]
-
-    def separately(self, parts_TBE: list[Tensor], batch: Batch) -> list[Tensor]:
-        """`forward` of the components, which stay tensors of their own."""
-        sizes = [part.shape[-1] for part in parts_TBE]
-        if batch.context_size > 1:
-            return list(self(torch.cat(parts_TBE, dim=-1), batch).split(sizes, dim=-1))
-        return [
-            short_convolution(part, weight, batch.position_ids, silu=self.silu)
-            for part, weight in zip(parts_TBE, self.weight.split(sizes), strict=True)
-        ]
+        parts = short_convolution_parts(x_TBE, self.weight, position_T, widths, silu=self.silu)
+        return tuple(part[halo:] for part in parts)
 
     def tail(self, x_TBE: Tensor) -> Tensor:
         """The inputs [B, width - 1, E] that the next tokens still reach; zeros before the first."""

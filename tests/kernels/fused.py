@@ -16,7 +16,11 @@ from mixtron.kernels.norms import (
     unit_norm,
     unit_norm_reference,
 )
-from mixtron.kernels.short_convolution import short_convolution, short_convolution_reference
+from mixtron.kernels.short_convolution import (
+    short_convolution,
+    short_convolution_parts,
+    short_convolution_reference,
+)
 from mixtron.kernels.softmax_attention import apply_rope
 
 LENGTHS = [1, 2, 30, 1, 65, 3]
@@ -42,6 +46,8 @@ def cases() -> dict[str, Case]:
         for silu in (False, True):
             found[f"short_convolution {width} silu={silu}"] = convolution_case(width, silu)
     found["short_convolution of two columns"] = convolution_case(4, True, columns=2)
+    found["short_convolution of parts"] = parts_case((24, 16, 32))
+    found["short_convolution of two parts"] = parts_case((8, 64))
     found["rope"] = rope_case()
     found["linear_cross_entropy"] = loss_case()
     return found
@@ -100,6 +106,24 @@ def convolution_case(width: int, silu: bool, columns: int = 1) -> Case:
         return y * torch.sigmoid(y) if silu else y
 
     return Case(inputs, op, reference)
+
+
+def parts_case(widths: tuple[int, ...]) -> Case:
+    """Joined again in another order, so that each part's gradient has strides of its own."""
+    plain = convolution_case(4, True)
+
+    def op(joined, weight):
+        x_TBE, position_T = joined[..., 16 : 16 + sum(widths)], positions(joined.device)
+        options = {"silu": True, "backend": "triton"}
+        parts = short_convolution_parts(x_TBE, weight, position_T, widths, **options)
+        assert all(part.is_contiguous() for part in parts)
+        return torch.cat(parts[::-1], dim=-1)
+
+    def reference(joined, weight):
+        parts = plain.reference(joined, weight).split(widths, dim=-1)
+        return torch.cat(parts[::-1], dim=-1)
+
+    return Case(plain.inputs, op, reference)
 
 
 def rope_case() -> Case:

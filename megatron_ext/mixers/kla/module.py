@@ -70,18 +70,19 @@ class Mixer(ShardedModule):
     ):
         batch, mixer = packed_seq_params, self.mixer
         assert batch is not None
-        parts = dict(zip(mixer.components(), self.in_proj(hidden_TBD), strict=True))
-        raw = [parts[name] for name in mixer.convolved()]
-        o_BTJV = (self._decode if batch.decoding else self._mix)(raw, parts, batch)
+        convolved = len(mixer.convolved())
+        raw_TBE, *rest = self.in_proj(hidden_TBD, joined=convolved)
+        parts = dict(zip(list(mixer.components())[convolved:], rest, strict=True))
+        o_BTJV = (self._decode if batch.decoding else self._mix)(raw_TBE, parts, batch)
         (weight,) = replicated(self.tp_group, self.norm_weight)
         eps = self.config.layernorm_epsilon
         if mixer.output_gate:
             return self.out_proj(gated_norm(o_BTJV, weight, eps, parts["gate"]))
         return self.out_proj(rms_norm(o_BTJV, weight, eps).flatten(2).transpose(0, 1))
 
-    def _mix(self, raw: list[Tensor], parts: dict[str, Tensor], batch: Batch) -> Tensor:
+    def _mix(self, raw_TBE: Tensor, parts: dict[str, Tensor], batch: Batch) -> Tensor:
         """The whole stream, or this context rank's share of it. [B, T, J, V]."""
-        q_BTHK, *writes = self._inputs(self.convolution.separately(raw, batch), parts)
+        q_BTHK, *writes = self._inputs(self.convolution.components(raw_TBE, batch), parts)
         if batch.scalars is not None:
             self._report(writes[2], writes[3], batch.scalars)
         if batch.context_size > 1 and self.mixer.context_exchange == "heads":
@@ -106,7 +107,7 @@ class Mixer(ShardedModule):
             backend=self.mixer.kernel,
         )
         if batch.cache is not None:
-            tail = self.convolution.tail(torch.cat(raw, dim=-1))
+            tail = self.convolution.tail(raw_TBE)
             batch.cache.layers[self.layer_number] = {"state": state_BJKV, "tail": tail}
         return o_BTJV
 
@@ -136,14 +137,12 @@ class Mixer(ShardedModule):
         )
         return heads_to_sequence(o_BTJV[0], self.cp_group)[None]
 
-    def _decode(self, raw: list[Tensor], parts: dict[str, Tensor], batch: Batch) -> Tensor:
+    def _decode(self, raw_TBE: Tensor, parts: dict[str, Tensor], batch: Batch) -> Tensor:
         """The next token of each cached sequence; they lie along T. [1, T, J, V]."""
         assert batch.cache is not None
         cached = batch.cache.layers[self.layer_number]
-        new_TE = torch.cat(raw, dim=-1)[:, 0]
-        convolved_TE, cached["tail"] = self.convolution.step(new_TE, cached["tail"])
-        sizes = [part.shape[-1] for part in raw]
-        convolved = list(convolved_TE[:, None].split(sizes, dim=-1))
+        convolved_TE, cached["tail"] = self.convolution.step(raw_TBE[:, 0], cached["tail"])
+        convolved = convolved_TE[:, None].split(self.convolution.widths, dim=-1)
         q, k, v, log_decay, eta = self._inputs(convolved, parts)
         o_TJV, cached["state"] = delta_rule_step(
             cached["state"],
@@ -156,7 +155,7 @@ class Mixer(ShardedModule):
         )
         return o_TJV[None]
 
-    def _inputs(self, convolved: list[Tensor], parts: dict[str, Tensor]) -> tuple:
+    def _inputs(self, convolved: tuple[Tensor, ...], parts: dict[str, Tensor]) -> tuple:
         """q (not yet normalised), k, v, log decay (None without) and eta, batch first."""
         mixer = self.mixer
         q_BTHK, k_BTHK, v_BTJV = (
