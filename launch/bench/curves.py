@@ -82,7 +82,7 @@ def bench_curves(
         rows = plot.with_suffix(f".{form.name}.jsonl")
         rows.unlink(missing_ok=True)
         arguments = [str(config), str(rows), str(steps), str(limit_s), *overrides, *form.overrides]
-        command = [sys.executable, "-m", "mixtron.launch.bench.curve", *arguments]
+        command = [sys.executable, "-W", "ignore", "-m", "mixtron.launch.bench.curve", *arguments]
         code = subprocess.run(command).returncode
         return Curve(form.name, code, list(whole_rows(rows)))
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from mixtron.launch.bench.curves import Curve, bench_curves, parse_forms, report
 from mixtron.launch.bench.ops import benches, run_benches
-from mixtron.launch.bench.profile import kind_of
+from mixtron.launch.bench.profile import idle_before, kind_of
 from mixtron.launch.config import load_config
 from mixtron.megatron_ext.errors import ConfigError
 from tests.helpers.jobs import small_config, write_config
@@ -140,3 +140,8 @@ def test_commands_are_listed():
 )
 def test_kinds_of_kernels(kernel, kind):
     assert kind_of(kernel) == kind
+
+
+def test_idle_time_is_told_by_the_kernel_that_was_waited_for():
+    ran = [(10.0, 12.0, "a"), (15.0, 20.0, "b"), (16.0, 18.0, "c"), (21.0, 22.0, "b")]
+    assert idle_before(ran) == [("b", 4.0, 2)]
