@@ -17,7 +17,7 @@ from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
-from mixtron.kernels.norms import rms_norm
+from mixtron.kernels.norms import add_rms_norm, rms_norm
 from mixtron.kernels.short_convolution import short_convolution_parts
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import rows_before
@@ -43,7 +43,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = _of_channels(config, hidden_size, 1.0)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, added: Tensor | None = None) -> Any:
+        """With something to add: (hidden + added, its norm), in one kernel."""
+        if added is not None:
+            return add_rms_norm(hidden, added, self.weight, self.eps)
         return rms_norm(hidden, self.weight, self.eps)
 
 
@@ -74,6 +77,24 @@ def _of_channels(config: TransformerConfig, hidden_size: int, start: float) -> n
     parameter = declare(nn.Parameter(empty), constant(start))
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
+
+
+class ResidualLayer(TransformerLayer):
+    """h = x + mixer(norm(x)), then h + mlp(norm'(h)); the first sum and the second norm are one op.
+
+    For RMSNorm without dropout, as Megatron's layer computes it.
+    """
+
+    def forward(self, hidden_states: Tensor, packed_seq_params: Batch | None = None, **_):  # type: ignore[override]
+        mixed, bias = self.self_attention(
+            apply_module(self.input_layernorm)(hidden_states), packed_seq_params=packed_seq_params
+        )
+        if bias is not None:
+            mixed = mixed + bias
+        added, normed = apply_module(self.pre_mlp_layernorm)(mixed, hidden_states)
+        fed = apply_module(self.mlp)(normed)
+        options = (self.training, self.config.bias_dropout_fusion)
+        return self.mlp_bda(*options)(fed, added, self.hidden_dropout), None
 
 
 class ParallelResidualLayer(TransformerLayer):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.config import ModelConfig, ParallelConfig
-from mixtron.megatron_ext.layers import LayerNorm, ParallelResidualLayer, RMSNorm
+from mixtron.megatron_ext.layers import LayerNorm, ParallelResidualLayer, ResidualLayer, RMSNorm
 from mixtron.megatron_ext.mixers import mixer_module
 from mixtron.megatron_ext.mixers.base import MixerConfig
 from mixtron.megatron_ext.output_layer import OutputLayer, used_entries
@@ -160,6 +160,8 @@ def _layer_specs(
         spec: Any = copy.deepcopy(base)
         if model.parallel_residual:
             spec.module = ParallelResidualLayer
+        elif model.norm == "rmsnorm" and model.dropout == 0:
+            spec.module = ResidualLayer
         spec.submodules.self_attention = ModuleSpec(
             module=mixer_module(mixer.type),
             params={"mixer": mixer},

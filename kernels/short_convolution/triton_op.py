@@ -17,6 +17,7 @@ from mixtron.kernels.short_convolution.triton_kernels import (
 )
 
 MAX_PARTS = 3
+SHORTEST_STRIP = 32
 STRIPS = 256
 """Programs of a backward at most, for a block of columns; each sums its tokens' part of dw."""
 
@@ -94,7 +95,7 @@ def gradients(
     parts += [parts[-1]] * (MAX_PARTS - len(parts))
     shape = _shape(x_TE, weight_EW, widths, launch)
     del shape["BLOCK_T"]
-    strip = triton.cdiv(T, strips)
+    strip = max(triton.cdiv(T, strips), SHORTEST_STRIP)
     programs = triton.cdiv(T, strip)
     dx_TBE = torch.empty(x_TBE.shape, dtype=x_TBE.dtype, device=x_TBE.device)
     partial_PEW = x_TBE.new_empty(

@@ -112,7 +112,7 @@ def report(curves: list[Curve]) -> str:
             (
                 curve.name,
                 len(curve.rows),
-                float(curve.of("loss")[-SMOOTHED_STEPS:].mean()),
+                f"{curve.of('loss')[-SMOOTHED_STEPS:].mean():.4f}",
                 float(np.abs(apart).max()),
                 float(np.abs(apart).mean()),
                 mean,

@@ -11,6 +11,7 @@ from mixtron.kernels.linear_cross_entropy import (
     linear_cross_entropy_reference,
 )
 from mixtron.kernels.norms import (
+    add_rms_norm,
     rms_norm,
     rms_norm_reference,
     unit_norm,
@@ -41,13 +42,14 @@ def cases() -> dict[str, Case]:
     for width, heads in ((128, 3), (96, 1), (1000, 1)):
         found[f"rms_norm {width}"] = norm_case(width, heads, gated=False)
         found[f"gated rms_norm {width}"] = norm_case(width, heads, gated=True)
+    found["add_rms_norm"] = add_case()
     found["unit_norm"] = unit_case()
     for width in (1, 4):
         for silu in (False, True):
             found[f"short_convolution {width} silu={silu}"] = convolution_case(width, silu)
     found["short_convolution of two columns"] = convolution_case(4, True, columns=2)
-    found["short_convolution of parts"] = parts_case((24, 16, 32))
-    found["short_convolution of two parts"] = parts_case((8, 64))
+    found["short_convolution of parts"] = parts_case((32, 16, 32))
+    found["short_convolution of two parts"] = parts_case((16, 64))
     found["rope"] = rope_case()
     found["linear_cross_entropy"] = loss_case()
     return found
@@ -85,13 +87,30 @@ def norm_case(width: int, heads: int, *, gated: bool) -> Case:
     return Case(inputs, op, reference)
 
 
+def add_case() -> Case:
+    """Rows of two terms, one of them a slice; sum and norm side by side, as one output."""
+    width = 96
+    inputs = {"joined": noise(TOKENS, 1, width + 8), "added": noise(TOKENS, 1, width, seed=1)}
+    inputs["weight"] = (1 + 0.1 * noise(width)).bfloat16().double()
+
+    def op(joined, added, weight):
+        found = add_rms_norm(joined[..., 8:], added, weight, 1e-5, backend="triton")
+        return torch.cat(found, dim=-1)
+
+    def reference(joined, added, weight):
+        total = joined[..., 8:] + added
+        return torch.cat([total, rms_norm_reference(total, weight, 1e-5)], dim=-1)
+
+    return Case(inputs, op, reference)
+
+
 def unit_case() -> Case:
     inputs = {"x": noise(1, TOKENS, 3, 64)}
     return Case(inputs, lambda x: unit_norm(x, backend="triton"), unit_norm_reference)
 
 
 def convolution_case(width: int, silu: bool, columns: int = 1) -> Case:
-    E = 72
+    E = 80
     inputs = {"joined": noise(TOKENS, columns, E + 24), "weight": noise(E, width)}
 
     def part(joined):

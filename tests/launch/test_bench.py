@@ -111,7 +111,7 @@ def test_curves_report_distance_in_units_of_the_noise():
 
     printed = report([curve("a", 0.0), curve("noise", 0.01), curve("b", -0.03)])
     cells = [cell.strip() for cell in printed.splitlines()[-1].split("|")][1:-1]
-    assert cells == ["b", "2", "2.97", "0.03", "0.03", "0.03", "3.00", "1.5", "2", "0", "100"]
+    assert cells == ["b", "2", "2.9700", "0.03", "0.03", "0.03", "3.00", "1.5", "2", "0", "100"]
 
 
 def test_ops_refuses_what_it_has_not():
