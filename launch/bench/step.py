@@ -134,15 +134,16 @@ def build_run(config: RunConfig, ranks: Ranks, data: Any) -> Run:
 
 def seconds_per_step(run: Run, steps: int) -> float:
     """Mean over the steps, which follow one another as in training."""
-    _wait(run.ranks)
+    wait(run.ranks)
     started = time.perf_counter()
     for _ in range(steps):
         train_step(run)
-    _wait(run.ranks)
+    wait(run.ranks)
     return (time.perf_counter() - started) / steps
 
 
-def _wait(ranks: Ranks) -> None:
+def wait(ranks: Ranks) -> None:
+    """Until every rank has done what it was given."""
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
