@@ -73,6 +73,7 @@ def prepare(
         seed=training.seed,
         bf16=training.precision == "bf16",
         recompute=training.recompute == "full",
+        recomputed=training.recomputed,
         max_tokens=training.micro_batch_sequences * config.data.sequence_length,
     )
     if training.debug:

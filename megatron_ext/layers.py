@@ -1,11 +1,14 @@
 """Pieces that mixers share: norms, the fused input projection, the short convolution."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -29,6 +32,7 @@ from mixtron.megatron_ext.parameters import (
     residual_std,
     uniform,
 )
+from mixtron.megatron_ext.recompute import computed_again
 
 
 class RMSNorm(nn.Module):
@@ -86,15 +90,37 @@ class ResidualLayer(TransformerLayer):
     """
 
     def forward(self, hidden_states: Tensor, packed_seq_params: Batch | None = None, **_):  # type: ignore[override]
-        mixed, bias = self.self_attention(
-            apply_module(self.input_layernorm)(hidden_states), packed_seq_params=packed_seq_params
-        )
+        normed = apply_module(self.input_layernorm)(hidden_states)
+        with self._normed_again(self.input_layernorm, hidden_states, normed):
+            mixed, bias = self.self_attention(normed, packed_seq_params=packed_seq_params)
         if bias is not None:
             mixed = mixed + bias
         added, normed = apply_module(self.pre_mlp_layernorm)(mixed, hidden_states)
-        fed = apply_module(self.mlp)(normed)
+        with self._normed_again(self.pre_mlp_layernorm, added, normed):
+            fed = apply_module(self.mlp)(normed)
         options = (self.training, self.config.bias_dropout_fusion)
         return self.mlp_bda(*options)(fed, added, self.hidden_dropout), None
+
+    def _normed_again(self, norm: Any, hidden: Tensor, normed: Tensor):
+        if "norm" not in self.config.recomputed:  # type: ignore[attr-defined]
+            return nullcontext()
+        return computed_again(lambda: norm(hidden), normed)
+
+
+class RecomputedMLP(MLP):
+    """Megatron's MLP with SwiGLU, which keeps its input alone and not its output."""
+
+    def forward(self, hidden_TBD: Tensor, **_):  # type: ignore[override]
+        joined_TBF, bias = apply_module(self.linear_fc1)(hidden_TBD)
+        active_TBF = self._activated(joined_TBF, bias)
+        with computed_again(lambda: self._activated(joined_TBF, bias), active_TBF):
+            return apply_module(self.linear_fc2)(active_TBF)
+
+    def _activated(self, joined_TBF: Tensor, bias: Tensor | None) -> Tensor:
+        if self.config.bias_activation_fusion:
+            return bias_swiglu_impl(joined_TBF, bias)
+        gate_TBF, up_TBF = (joined_TBF if bias is None else joined_TBF + bias).chunk(2, dim=-1)
+        return F.silu(gate_TBF) * up_TBF
 
 
 class ParallelResidualLayer(TransformerLayer):

@@ -122,6 +122,7 @@ def build_run(config: RunConfig, ranks: Ranks, data: Any) -> Run:
         seed=training.seed,
         bf16=training.precision == "bf16",
         recompute=training.recompute == "full",
+        recomputed=training.recomputed,
         max_tokens=training.micro_batch_sequences * config.data.sequence_length,
     )
     wrapped = wrap_model(chunks, config.parallel, ranks)

@@ -57,6 +57,11 @@ class MixerConfig(BaseModel):
         """
         raise NotImplementedError
 
+    def convolution_bytes_per_token(self, tensor: int, bytes_per_element: int) -> float:
+        """Of `activation_bytes_per_token`, what training.recompute=[conv] computes again: the short
+        convolution's output. 0: the mixer has none, or keeps it."""
+        return 0.0
+
     def working_bytes(
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
     ) -> float:

@@ -67,6 +67,7 @@ def measure(config: RunConfig, ranks: Ranks) -> dict[str, int]:
             seed=1,
             bf16=config.training.precision == "bf16",
             recompute=config.training.recompute == "full",
+            recomputed=config.training.recomputed,
             max_tokens=sequences * length,
         )
         batch = dataclasses.replace(

@@ -31,6 +31,10 @@ MEASURED = {path.stem: (path.stem, []) for path in sorted(CONFIGS.glob("debug_*.
     "dropout": ("attention_400m", ["model.layers=2", "model.dropout=0.1"]),
     "padded": ("attention_400m", ["model.layers=2", "model.vocab_size=31990"]),
     "recompute": ("kla_400m", ["model.layers=4", "training.recompute=full"]),
+    "recompute_parts": (
+        "kla_400m",
+        ["model.layers=2", "training.recompute=[norm, conv, mlp_act]"],
+    ),
 }
 
 

@@ -117,6 +117,9 @@ class Config(MixerConfig):
             kept += self.value_heads * (bytes_per_element * (2 * CHUNK + state) + 4 * 4)
         return kept / tensor
 
+    def convolution_bytes_per_token(self, tensor: int, bytes_per_element: int) -> float:
+        return sum(self.convolved().values()) * bytes_per_element / tensor
+
     def working_bytes(
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
     ) -> float:

@@ -26,6 +26,7 @@ from mixtron.megatron_ext.parameters import (
     draw_log_decay_rate,
     replicated,
 )
+from mixtron.megatron_ext.recompute import computed_again
 from mixtron.megatron_ext.scalars import Scalars
 
 
@@ -82,7 +83,20 @@ class Mixer(ShardedModule):
 
     def _mix(self, raw_TBE: Tensor, parts: dict[str, Tensor], batch: Batch) -> Tensor:
         """The whole stream, or this context rank's share of it. [B, T, J, V]."""
-        q_BTHK, *writes = self._inputs(self.convolution.components(raw_TBE, batch), parts)
+        convolved = self.convolution.components(raw_TBE, batch)
+        if "conv" not in self.config.recomputed:  # type: ignore[attr-defined]
+            return self._mix_convolved(convolved, raw_TBE, parts, batch)
+        with computed_again(lambda: self.convolution.components(raw_TBE, batch)[0], convolved[0]):
+            return self._mix_convolved(convolved, raw_TBE, parts, batch)
+
+    def _mix_convolved(
+        self,
+        convolved: tuple[Tensor, ...],
+        raw_TBE: Tensor,
+        parts: dict[str, Tensor],
+        batch: Batch,
+    ) -> Tensor:
+        q_BTHK, *writes = self._inputs(convolved, parts)
         if batch.scalars is not None:
             self._report(writes[2], writes[3], batch.scalars)
         if batch.context_size > 1 and self.mixer.context_exchange == "heads":
