@@ -73,6 +73,30 @@ def data(
 
 
 @app.command()
+def lengths(
+    runs: Annotated[list[str], typer.Argument(help='"CONFIG key.path=value ...", one or more.')],
+    change: Annotated[
+        list[str] | None, typer.Option(help="key.path=value of every run; several times.")
+    ] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a sequence; several times.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a step, at every length.")] = 131072,
+    steps: Steps = 3,
+) -> None:
+    """How speed and memory depend on the sequence's length at a constant number of tokens."""
+    from mixtron.launch.train import quiet_libraries
+
+    quiet_libraries()
+    import torch
+
+    from mixtron.launch.bench.lengths import bench_lengths
+
+    bench_lengths(runs, change or [], length or [4096, 32768, 131072], tokens, steps)
+    torch.distributed.destroy_process_group()
+
+
+@app.command()
 def overhead(
     config: Annotated[Path, typer.Argument(help="A run's YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value ...")] = None,

@@ -8,7 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from mixtron.launch.bench.curves import Curve, bench_curves, parse_forms, report
+from mixtron.launch.bench.lengths import bench_lengths
 from mixtron.launch.bench.ops import benches, run_benches
+from mixtron.launch.bench.overhead import report as shares_of
 from mixtron.launch.bench.profile import idle_before, kind_of
 from mixtron.launch.config import load_config
 from mixtron.megatron_ext.errors import ConfigError
@@ -112,6 +114,43 @@ def test_curves_report_distance_in_units_of_the_noise():
     printed = report([curve("a", 0.0), curve("noise", 0.01), curve("b", -0.03)])
     cells = [cell.strip() for cell in printed.splitlines()[-1].split("|")][1:-1]
     assert cells == ["b", "2", "2.9700", "0.03", "0.03", "0.03", "3.00", "1.5", "2", "0", "100"]
+
+
+def overhead_report(path: str) -> str:
+    import contextlib
+    import io
+
+    from mixtron.launch.bench.overhead import bench_overhead
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        bench_overhead(load_config(path), steps=2, warm_up=1, micro_batches=2)
+    return printed.getvalue()
+
+
+def test_overhead_tells_every_part(corpus, tmp_path):
+    small = small_config(corpus, tmp_path / "run") | {"parallel": {}}
+    path = write_config(tmp_path / "config.yaml", small)
+    [printed] = run_on_ranks(1, overhead_report, str(path))
+    parts = re.findall(r"^\| (\w+) \|.* \| (-?[\d.]+)% \|$", printed, re.MULTILINE)
+    assert [name for name, _ in parts] == ["data", "logging", "saving", "together"]
+    shares = [float(share) for _, share in parts]
+    assert shares[-1] == pytest.approx(sum(shares[:-1]), abs=0.02)
+
+
+def test_overhead_is_spread_over_the_configs_own_steps():
+    """0.1 s for each of 4 timed steps of 2 s; the config's own step is twice as long."""
+    config = load_config(ROOT / "configs/debug_kla.yaml", ["logging.every_steps=5"])
+    cost_s = {"data": 0.4, "logging": 0.4, "saving": 8.0}
+    own = 2 * config.training.global_batch_tokens
+    lines = shares_of(config, cost_s, steps=4, step_s=2.0, own=own).splitlines()
+    shares = [line.split("|")[-2].strip() for line in lines[-4:]]
+    assert shares == ["5.00%", "0.50%", "10.00%", "15.50%"]
+
+
+def test_lengths_need_a_gpu():
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        bench_lengths([str(ROOT / "configs/debug_kla.yaml")], [], [64], 64, 1)
 
 
 def test_ops_refuses_what_it_has_not():
