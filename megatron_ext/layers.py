@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from mixtron.kernels.norms import add_rms_norm, rms_norm
 from mixtron.kernels.short_convolution import short_convolution_parts
+from mixtron.kernels.swiglu import swiglu
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import rows_before
 from mixtron.megatron_ext.parameters import (
@@ -107,20 +107,18 @@ class ResidualLayer(TransformerLayer):
         return computed_again(lambda: norm(hidden), normed)
 
 
-class RecomputedMLP(MLP):
-    """Megatron's MLP with SwiGLU, which keeps its input alone and not its output."""
+class SwiGLUMLP(MLP):
+    """Megatron's MLP with SwiGLU in one kernel each way; its output may be computed again."""
 
     def forward(self, hidden_TBD: Tensor, **_):  # type: ignore[override]
         joined_TBF, bias = apply_module(self.linear_fc1)(hidden_TBD)
-        active_TBF = self._activated(joined_TBF, bias)
-        with computed_again(lambda: self._activated(joined_TBF, bias), active_TBF):
+        if bias is not None:
+            joined_TBF = joined_TBF + bias
+        active_TBF = swiglu(joined_TBF)
+        if "mlp_act" not in self.config.recomputed:  # type: ignore[attr-defined]
             return apply_module(self.linear_fc2)(active_TBF)
-
-    def _activated(self, joined_TBF: Tensor, bias: Tensor | None) -> Tensor:
-        if self.config.bias_activation_fusion:
-            return bias_swiglu_impl(joined_TBF, bias)
-        gate_TBF, up_TBF = (joined_TBF if bias is None else joined_TBF + bias).chunk(2, dim=-1)
-        return F.silu(gate_TBF) * up_TBF
+        with computed_again(lambda: swiglu(joined_TBF), active_TBF):
+            return apply_module(self.linear_fc2)(active_TBF)
 
 
 class ParallelResidualLayer(TransformerLayer):

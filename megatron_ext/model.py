@@ -30,9 +30,9 @@ from mixtron.megatron_ext.config import ModelConfig, ParallelConfig
 from mixtron.megatron_ext.layers import (
     LayerNorm,
     ParallelResidualLayer,
-    RecomputedMLP,
     ResidualLayer,
     RMSNorm,
+    SwiGLUMLP,
 )
 from mixtron.megatron_ext.mixers import mixer_module
 from mixtron.megatron_ext.mixers.base import MixerConfig
@@ -88,8 +88,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        # The fused GELU is the one by tanh, which is another function.
-        bias_activation_fusion=on_gpu and model.mlp == "swiglu",
+        bias_activation_fusion=False,
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
@@ -145,12 +144,12 @@ def build_model(
             pg_collection=ranks.groups,
             vp_stage=vp_stage,
         )
-        if "mlp_act" in recomputed:
+        # Megatron makes these itself; ours have the same parameters and other operations.
+        if model.mlp == "swiglu":
             layers: Any = chunk.decoder.layers
             for layer in layers:
-                layer.mlp.__class__ = RecomputedMLP
+                layer.mlp.__class__ = SwiGLUMLP
         if chunk.post_process:
-            # Megatron makes the layer itself; ours has the same parameters and a loss of its own.
             chunk.output_layer.__class__ = OutputLayer  # type: ignore[assignment]
         _declare_library_parameters(chunk, model)
         if model.norm == "none":

@@ -23,6 +23,7 @@ from mixtron.kernels.short_convolution import (
     short_convolution_reference,
 )
 from mixtron.kernels.softmax_attention import apply_rope
+from mixtron.kernels.swiglu import swiglu, swiglu_reference
 
 LENGTHS = [1, 2, 30, 1, 65, 3]
 TOKENS = sum(LENGTHS)
@@ -50,6 +51,7 @@ def cases() -> dict[str, Case]:
     found["short_convolution of two columns"] = convolution_case(4, True, columns=2)
     found["short_convolution of parts"] = parts_case((32, 16, 32))
     found["short_convolution of two parts"] = parts_case((16, 64))
+    found["swiglu"] = swiglu_case()
     found["rope"] = rope_case()
     found["linear_cross_entropy"] = loss_case()
     return found
@@ -143,6 +145,11 @@ def parts_case(widths: tuple[int, ...]) -> Case:
         return torch.cat(parts[::-1], dim=-1)
 
     return Case(plain.inputs, op, reference)
+
+
+def swiglu_case() -> Case:
+    inputs = {"joined": noise(TOKENS, 1, 2 * 72)}
+    return Case(inputs, lambda x: swiglu(x, backend="triton"), swiglu_reference)
 
 
 def rope_case() -> Case:

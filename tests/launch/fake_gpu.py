@@ -89,7 +89,7 @@ def measure(config: RunConfig, ranks: Ranks) -> dict[str, int]:
 def gpu_options(*args, **kwargs):
     """Megatron's options as they are where a GPU exists."""
     config = OPTIONS(*args, **kwargs)
-    config.bias_activation_fusion, config.use_cpu_initialization = True, False
+    config.use_cpu_initialization = False
     return config
 
 
