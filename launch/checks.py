@@ -101,6 +101,8 @@ def check_shape(config: RunConfig) -> None:
         raise ConfigError("parallel.sequence=true needs parallel.tensor above 1")
     for name in dict.fromkeys(model.layer_mixers):
         config.mixers[name].check(name, model.hidden_size, parallel.tensor, parallel.context)
+        if training.deterministic:
+            config.mixers[name].check_deterministic(name)
     check_device(config, "cuda")
 
 

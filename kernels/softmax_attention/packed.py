@@ -5,6 +5,7 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from mixtron.kernels.path_attention import path_attention
@@ -33,9 +34,10 @@ def softmax_attention(
         cu_seqlens  [N+1] int32 on the device, may be padded by repeating T.
         window      a token attends this many tokens, itself included; None is all.
         backend     torch: on a GPU in bf16 and fp16 FlashAttention-2 over all documents at once,
-                    otherwise scaled_dot_product_attention, document by document. cudnn: cuDNN's,
-                    on a GPU in bf16 or fp16. triton: kernels/path_attention without its maps, on a
-                    GPU in bf16 with K of 64 or 128. The last two take no window.
+                    otherwise scaled_dot_product_attention, document by document. cudnn: cuDNN's
+                    where all documents have one length, FlashAttention-2 where they have not, on a
+                    GPU in bf16 or fp16. triton: kernels/path_attention without its maps, on a GPU
+                    in bf16 with K of 64 or 128. The last two take no window.
     Returns:
         [T, H, K] in q's dtype.
     Raises:
@@ -55,14 +57,14 @@ def softmax_attention(
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": longest, "backend": "triton"}
         return path_attention(*batched, scale=scale, **options).squeeze(0)
     on_gpu = q_THK.is_cuda and q_THK.dtype in (torch.bfloat16, torch.float16)
-    if backend == "cudnn":
-        if not on_gpu:
-            raise ValueError(f"q is {q_THK.dtype} on {q_THK.device}: cudnn takes bf16 on a GPU")
-        return _cudnn(q_THK, k_TGK, v_TGK, cu_seqlens, longest, scale)
+    if backend == "cudnn" and not on_gpu:
+        raise ValueError(f"q is {q_THK.dtype} on {q_THK.device}: cudnn takes bf16 on a GPU")
     if on_gpu:
         groups = q_THK.shape[1] // k_TGK.shape[1]
         if groups > 1:
             k_TGK, v_TGK = (x.repeat_interleave(groups, dim=1) for x in (k_TGK, v_TGK))
+        if backend == "cudnn" and longest == min(lengths):
+            return _cudnn(q_THK, k_TGK, v_TGK, len(lengths), scale)
         left = -1 if window is None else window - 1
         return varlen_attn(  # type: ignore[return-value]
             q_THK,
@@ -79,18 +81,15 @@ def softmax_attention(
     return torch.cat([_document(q, k, v, scale, window) for q, k, v in zip(*parts, strict=True)])
 
 
-def _cudnn(q_THK, k_TGK, v_TGK, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
-    """What torch's scaled_dot_product_attention runs for nested tensors, without their cost.
+def _cudnn(q_THK, k_THK, v_THK, documents: int, scale: float) -> Tensor:
+    """Documents of one length as the rows of a batch.
 
-    cuDNN plans a kernel for each number of documents and each longest one: both are taken from few
-    values, the first by the padding of cu_seqlens.
+    cuDNN also takes packed ones, by their offsets, but in torch 2.11 its gradients of them are wrong.
     """
-    longest = 1 << (longest - 1).bit_length()
-    return torch.ops.aten._cudnn_attention_forward(
-        *(q_THK, k_TGK, v_TGK, None, cu_seqlens, cu_seqlens, longest, longest),
-        *(True, 0.0, True, False),
-        scale=scale,
-    )[0]
+    rows = (x.unflatten(0, (documents, -1)).transpose(1, 2) for x in (q_THK, k_THK, v_THK))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        o_BHTK = F.scaled_dot_product_attention(*rows, is_causal=True, scale=scale)
+    return o_BHTK.transpose(1, 2).flatten(0, 1)
 
 
 def _document(q_THK, k_TGK, v_TGK, scale: float, window: int | None) -> Tensor:

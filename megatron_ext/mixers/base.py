@@ -109,6 +109,9 @@ class MixerConfig(BaseModel):
         """Raises ConfigError for a device ("cuda", "cpu") or a precision ("bf16", "fp32") that a
         form chosen in the config cannot run on."""
 
+    def check_deterministic(self, name: str) -> None:
+        """Raises ConfigError for a form chosen in the config that adds in no fixed order."""
+
 
 TRITON_DIMS = (64, 128)
 

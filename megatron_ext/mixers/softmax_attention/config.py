@@ -35,7 +35,8 @@ class Config(MixerConfig):
     window: Positive | None = None
     """Tokens a token attends, itself included; null is all before it."""
     kernel: Literal["torch", "cudnn", "triton"] = "torch"
-    """The op's form in training: torch's FlashAttention-2 (on a CPU its attention), cuDNN's, or
+    """The op's form in training: torch's FlashAttention-2 (on a CPU its attention); cuDNN's where
+    all documents of a micro-batch have one length, and FlashAttention-2 where they have not; or
     Triton's. The last two run in bf16 on a GPU, without a window."""
 
     context_parallel: ClassVar[bool] = True
@@ -96,7 +97,7 @@ class Config(MixerConfig):
     ) -> float:
         query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         projected = query + 2 * kv
-        grouped = self.heads != self.kv_heads and self.kernel == "torch"
+        grouped = self.heads != self.kv_heads and self.kernel != "triton"
         elements = query  # the output
         elements += 2 * query if grouped else 0  # k and v repeated over the group
         if self.rope_base is not None:
@@ -116,10 +117,8 @@ class Config(MixerConfig):
             # Gradients of the output and of q, k, v, a dense copy of v, a sum a head in fp32.
             elements = 2 * query + 3 * kv
             return tokens * (elements * bytes_per_element + 4 * self.heads) / tensor
-        # Gradients of the output and of q, k, v, those of torch's form over all query heads, and an
-        # fp32 sum for q's.
-        elements = 4 * query if self.kernel == "torch" else 2 * query + 2 * kv
-        return tokens * (elements * bytes_per_element + 4 * query) / tensor
+        # Gradients of the output and of q, k, v over all query heads, and an fp32 sum for q's.
+        return tokens * query / tensor * (4 * bytes_per_element + 4)
 
     def context_bytes_sent(
         self, tokens: int, tensor: int, context: int, element: int, longest: int
@@ -139,4 +138,11 @@ class Config(MixerConfig):
             raise ConfigError(
                 f"mixers.{name}.kernel={self.kernel} runs on a GPU in bf16, not on {device_type} "
                 f"in {precision}; set mixers.{name}.kernel=torch"
+            )
+
+    def check_deterministic(self, name: str) -> None:
+        if self.kernel == "cudnn":
+            raise ConfigError(
+                f"training.deterministic=true: mixers.{name}.kernel=cudnn adds gradients in no fixed "
+                "order; use torch or triton"
             )
