@@ -104,7 +104,7 @@ class ResidualLayer(TransformerLayer):
     def _normed_again(self, norm: Any, hidden: Tensor, normed: Tensor):
         if "norm" not in self.config.recomputed:  # type: ignore[attr-defined]
             return nullcontext()
-        return computed_again(lambda: norm(hidden), normed)
+        return computed_again(lambda: (norm(hidden),), (normed,))
 
 
 class SwiGLUMLP(MLP):
@@ -117,7 +117,7 @@ class SwiGLUMLP(MLP):
         active_TBF = swiglu(joined_TBF)
         if "mlp_act" not in self.config.recomputed:  # type: ignore[attr-defined]
             return apply_module(self.linear_fc2)(active_TBF)
-        with computed_again(lambda: swiglu(joined_TBF), active_TBF):
+        with computed_again(lambda: (swiglu(joined_TBF),), (active_TBF,)):
             return apply_module(self.linear_fc2)(active_TBF)
 
 

@@ -12,24 +12,27 @@ Part = Literal["norm", "conv", "mlp_act"]
 
 
 @contextmanager
-def computed_again(compute: Callable[[], Tensor], output: Tensor) -> Iterator[None]:
-    """Operations inside keep nothing of `output`, nor of its views: backward computes it again.
+def computed_again(
+    compute: Callable[[], tuple[Tensor, ...]], outputs: tuple[Tensor, ...]
+) -> Iterator[None]:
+    """Operations inside keep nothing of `outputs` and their views: backward computes them again.
 
     Once, for all that keep it; it is gone when the last of them has read it. Backward runs once.
 
     Args:
-        compute: gives `output` anew, in memory of the same layout. What it reads is kept.
+        compute: gives `outputs` anew, in memory of the same layout. What it reads is kept.
     """
-    # A number, not the storage: what the graph holds must not keep it alive.
-    storage = output.untyped_storage()._cdata
+    # Numbers, not the storages: what the graph holds must not keep them alive.
+    storages = {x.untyped_storage()._cdata: number for number, x in enumerate(outputs)}
     waiting: list[None] = []
-    made: list[Tensor] = []
+    made: list[tuple[Tensor, ...]] = []
 
     def pack(x: Tensor):
-        if x.untyped_storage()._cdata != storage:
+        number = storages.get(x.untyped_storage()._cdata)
+        if number is None:
             return x
         waiting.append(None)
-        return x.shape, x.stride(), x.storage_offset()
+        return number, (x.shape, x.stride(), x.storage_offset())
 
     def unpack(packed) -> Tensor:
         if isinstance(packed, Tensor):
@@ -37,7 +40,8 @@ def computed_again(compute: Callable[[], Tensor], output: Tensor) -> Iterator[No
         if not made:
             with torch.no_grad():
                 made.append(compute())
-        found = made[0].as_strided(*packed)
+        number, layout = packed
+        found = made[0][number].as_strided(*layout)
         waiting.pop()
         if not waiting:
             made.clear()

@@ -51,7 +51,9 @@ def forward_kernel(
     x,
     weight_EW,
     position_T,
-    y,
+    y_0,
+    y_1,
+    y_2,
     T,
     x_row,
     END_0: tl.constexpr,
@@ -63,7 +65,7 @@ def forward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """x [T, COLUMNS], column c is channel c mod E; y holds its parts one after another."""
+    """x [T, COLUMNS], column c is channel c mod E; y_0, y_1 and y_2 are its parts, dense."""
     t_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     first = tl.program_id(1) * BLOCK_E
     column_E = first + tl.arange(0, BLOCK_E)
@@ -72,10 +74,12 @@ def forward_kernel(
     z_TE = _convolved(x, weight_EW, t_T, positions_T, x_row, column_E, channel_E, inside_E, W)
     if SILU:
         z_TE = z_TE * tl.sigmoid(z_TE)
-    _, start, width = _part(first, END_0, END_1, COLUMNS)
-    y += start.to(tl.int64) * T + (first - start)
-    pointers = y + t_T.to(tl.int64)[:, None] * width + tl.arange(0, BLOCK_E)[None, :]
-    tl.store(pointers, z_TE.to(y.dtype.element_ty), (t_T < T)[:, None] & inside_E[None, :])
+    number, start, width = _part(first, END_0, END_1, COLUMNS)
+    own_TE = t_T.to(tl.int64)[:, None] * width + (column_E - start)[None, :]
+    y_TE, inside_TE = z_TE.to(y_0.dtype.element_ty), (t_T < T)[:, None] & inside_E[None, :]
+    tl.store(y_0 + own_TE, y_TE, inside_TE & (number == 0))
+    tl.store(y_1 + own_TE, y_TE, inside_TE & (number == 1))
+    tl.store(y_2 + own_TE, y_TE, inside_TE & (number == 2))
 
 
 @triton.jit

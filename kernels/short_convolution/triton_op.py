@@ -67,22 +67,20 @@ def convolve(x_TBE, weight_EW, position_T, widths, silu: bool, launch: Launch) -
     """The parts [T, B, width], each dense."""
     x_TE = _columns(x_TBE)
     T, B = x_TBE.shape[:2]
-    y = torch.empty(x_TBE.numel(), dtype=x_TBE.dtype, device=x_TBE.device)
+    parts = tuple(torch.empty(T, B, w, dtype=x_TBE.dtype, device=x_TBE.device) for w in widths)
     shape = _shape(x_TE, weight_EW, widths, launch)
     forward_kernel[_grid(x_TE, shape)](
         x_TE,
         weight_EW.contiguous(),
         position_T,
-        y,
+        *_three(parts),
         T,
         x_TE.stride(0),
         SILU=silu,
         **shape,
         num_warps=launch.warps,
     )
-    if len(widths) == 1:
-        return (y.view(T, B, -1),)
-    return tuple(part.view(T, B, -1) for part in y.split([T * width for width in widths]))
+    return parts
 
 
 def gradients(
@@ -91,8 +89,7 @@ def gradients(
     """The gradients of x and the weight from those of the parts."""
     x_TE = _columns(x_TBE)
     T = x_TE.shape[0]
-    parts = [_columns(dy) for dy in dys]
-    parts += [parts[-1]] * (MAX_PARTS - len(parts))
+    parts = _three([_columns(dy) for dy in dys])
     shape = _shape(x_TE, weight_EW, widths, launch)
     del shape["BLOCK_T"]
     strip = max(triton.cdiv(T, strips), SHORTEST_STRIP)
@@ -139,6 +136,11 @@ def _shape(x_TE: Tensor, weight_EW: Tensor, widths: tuple[int, ...], launch: Lau
 def _grid(x_TE: Tensor, shape: dict) -> tuple[int, int]:
     T, columns = x_TE.shape
     return triton.cdiv(T, shape["BLOCK_T"]), triton.cdiv(columns, shape["BLOCK_E"])
+
+
+def _three(parts) -> list[Tensor]:
+    """As many as the kernels take; those beyond the last one are not touched."""
+    return [*parts, *[parts[-1]] * (MAX_PARTS - len(parts))]
 
 
 def _columns(x_TBE: Tensor) -> Tensor:

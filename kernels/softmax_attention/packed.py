@@ -84,7 +84,7 @@ def softmax_attention(
 def _cudnn(q_THK, k_THK, v_THK, documents: int, scale: float) -> Tensor:
     """Documents of one length as the rows of a batch.
 
-    cuDNN also takes packed ones, by their offsets, but in torch 2.11 its gradients of them are wrong.
+    cuDNN also takes packed ones, by their offsets, but torch 2.11 gets wrong gradients of them.
     """
     rows = (x.unflatten(0, (documents, -1)).transpose(1, 2) for x in (q_THK, k_THK, v_THK))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

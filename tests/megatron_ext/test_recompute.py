@@ -36,11 +36,11 @@ def test_what_is_computed_again_is_not_kept():
 
     def double():
         computed.append(None)
-        return 2 * x
+        return (2 * x,)
 
-    output = double()
+    (output,) = double()
     storage = weakref.ref(output.untyped_storage())
-    with computed_again(double, output):
+    with computed_again(double, (output,)):
         first, second = output.split(3, dim=-1)
         result = (first.square() * second.square()).sum()
     del output, first, second

@@ -86,7 +86,7 @@ class Mixer(ShardedModule):
         convolved = self.convolution.components(raw_TBE, batch)
         if "conv" not in self.config.recomputed:  # type: ignore[attr-defined]
             return self._mix_convolved(convolved, raw_TBE, parts, batch)
-        with computed_again(lambda: self.convolution.components(raw_TBE, batch)[0], convolved[0]):
+        with computed_again(lambda: self.convolution.components(raw_TBE, batch), convolved):
             return self._mix_convolved(convolved, raw_TBE, parts, batch)
 
     def _mix_convolved(

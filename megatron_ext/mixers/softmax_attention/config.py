@@ -143,6 +143,6 @@ class Config(MixerConfig):
     def check_deterministic(self, name: str) -> None:
         if self.kernel == "cudnn":
             raise ConfigError(
-                f"training.deterministic=true: mixers.{name}.kernel=cudnn adds gradients in no fixed "
-                "order; use torch or triton"
+                f"training.deterministic=true: mixers.{name}.kernel=cudnn adds gradients in no "
+                "fixed order; use torch or triton"
             )
