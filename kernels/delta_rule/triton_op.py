@@ -12,42 +12,16 @@ import triton
 from torch import Tensor
 
 from mixtron.kernels.delta_rule.decode import StepSize
-from mixtron.kernels.delta_rule.triton_backward import gradient_kernel, reverse_scan_kernel
+from mixtron.kernels.delta_rule.triton_backward import reverse_scan_kernel
 from mixtron.kernels.delta_rule.triton_forward import prepare_kernel, scan_kernel
+from mixtron.kernels.delta_rule.triton_gradient import gradient_kernel, pairs_kernel
+from mixtron.kernels.delta_rule.triton_plan import launch_plan
 from mixtron.kernels.recurrence import document_starts
 from mixtron.kernels.triton_tools import check_takes, product_dtype
 
 CHUNK_LENGTH = 64
 STATE_EVERY = 2
 """A state, and its gradient, is kept of every second chunk; the one between is computed again."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How one kernel is cut and launched."""
-
-    block_v: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    prepare_warps: int
-    scan: Launch
-    reverse: Launch
-    gradient: Launch
-
-
-def launch_plan() -> Plan:
-    """The fastest of those measured on an H200 that were right; no search at run time, which would
-    let ranks differ."""
-    return Plan(
-        prepare_warps=4,
-        scan=Launch(block_v=64, warps=4, stages=1),
-        reverse=Launch(block_v=64, warps=4, stages=3),
-        gradient=Launch(block_v=128, warps=8, stages=1),
-    )
 
 
 def delta_rule_triton(
@@ -156,7 +130,7 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
         HAS_DECAY=log_decay is not None,
         HAS_DOCUMENTS=document_T is not None,
         **shape_of(k, J),
-        num_warps=launch_plan().prepare_warps,
+        num_warps=launch_plan(k.device).prepare_warps,
     )
     return X_BJTC, P_BJTC, rows_4BJT, across_BJN
 
@@ -165,7 +139,7 @@ def scan(q, k, v, prepared, initial, training: bool):
     """o, the final state, and for backward U and every second state."""
     (B, T, _, K), (J, V) = k.shape, v.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
-    plan = launch_plan().scan
+    plan = launch_plan(k.device).scan
     block_v = min(plan.block_v, V)
     o_BTJV = torch.empty_like(v)
     final_BJKV = v.new_empty(B, J, K, V, dtype=torch.float32)
@@ -202,7 +176,7 @@ def reverse_scan(q, k, do, prepared, dfinal):
     """The gradients of v, of every second state and of the initial one."""
     (B, T, _, K), (J, V) = k.shape, do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
-    plan = launch_plan().reverse
+    plan = launch_plan(k.device).reverse
     block_v = min(plan.block_v, V)
     dv_BTJV = torch.empty_like(do)
     dstates_BJNKV = do.new_empty(B, J, triton.cdiv(N, STATE_EVERY), K, V)
@@ -232,43 +206,74 @@ def reverse_scan(q, k, do, prepared, dfinal):
 
 def gradient(q, k, U, do, dv, log_decay, eta, document_T, prepared, states, dstates, options):
     """The gradients of q, k, the log decay (None without) and eta."""
-    _, _, *factors = prepared
+    _, _, rows_4BJT, across_BJN = prepared
     (B, T, H, K), (J, V) = k.shape, U.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
-    plan = launch_plan().gradient
-    block_v = min(plan.block_v, V)
-    dq_BTJK, dk_BTJK = q.new_empty(B, T, J, K), k.new_empty(B, T, J, K)
-    dlog_decay_BTJ = None if log_decay is None else torch.empty_like(log_decay)
+    plan = launch_plan(k.device)
+    shape = shape_of(k, J)
+    documents = document_T is not None
+    dP_BJTC, dM_BJTC = k.new_empty(2, B, J, N * CHUNK_LENGTH, CHUNK_LENGTH)
+    pull_BJT = rows_4BJT.new_empty(B, J, N * CHUNK_LENGTH)
     deta_BTJ = torch.empty_like(eta)
-    gradient_kernel[(N, B * J)](
-        q,
-        k,
+    pairs_kernel[(N, B * J)](
         U,
         do,
         dv,
         log_decay,
         eta,
         document_T,
-        *factors,
-        states,
-        dstates,
-        dq_BTJK,
-        dk_BTJK,
-        dlog_decay_BTJ,
+        rows_4BJT,
+        dP_BJTC,
+        dM_BJTC,
+        pull_BJT,
         deta_BTJ,
         options.scale,
         T,
-        B * J * N * CHUNK_LENGTH,
+        rows_4BJT[0].numel(),
+        J=J,
         V=V,
-        BLOCK_V=block_v,
-        STATE_EVERY=STATE_EVERY,
+        C=CHUNK_LENGTH,
         STEP_SIZE=options.step_size,
         HAS_DECAY=log_decay is not None,
-        HAS_DOCUMENTS=document_T is not None,
-        **shape_of(k, J),
-        num_warps=plan.warps,
-        num_stages=plan.stages,
+        HAS_DOCUMENTS=documents,
+        PRODUCT=shape["PRODUCT"],
+        num_warps=plan.pairs_warps,
     )
+    block_k, block_v = min(plan.gradient.block_k, K), min(plan.gradient.block_v, V)
+    parts = K // block_k
+    dq_BTJK, dk_BTJK = q.new_empty(B, T, J, K), k.new_empty(B, T, J, K)
+    dlog_decay_PBTJ = None if log_decay is None else log_decay.new_empty(parts, B, T, J)
+    gradient_kernel[(N * parts, B * J)](
+        q,
+        k,
+        U,
+        do,
+        dv,
+        document_T,
+        rows_4BJT,
+        across_BJN,
+        states,
+        dstates,
+        dP_BJTC,
+        dM_BJTC,
+        pull_BJT,
+        dq_BTJK,
+        dk_BTJK,
+        dlog_decay_PBTJ,
+        T,
+        N,
+        rows_4BJT[0].numel(),
+        V=V,
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        STATE_EVERY=STATE_EVERY,
+        HAS_DECAY=log_decay is not None,
+        HAS_DOCUMENTS=documents,
+        **shape,
+        STAGES=plan.gradient.stages,
+        num_warps=plan.gradient.warps,
+    )
+    dlog_decay_BTJ = None if dlog_decay_PBTJ is None else dlog_decay_PBTJ.sum(0)
     return _to_key_heads(dq_BTJK, H), _to_key_heads(dk_BTJK, H), dlog_decay_BTJ, deta_BTJ
 
 
