@@ -1,6 +1,6 @@
 """Times the delta rule on the GPU beside flash-linear-attention's gated delta rule, in one run.
 
-    python -m mixtron.kernels.delta_rule.bench [--kernels] [--sweep]
+    python -m mixtron.kernels.delta_rule.bench [--kernels] [--sweep 2 1]
 
 Prints Markdown: forward, forward + backward, and the memory that they need beyond their inputs,
 from raw q, k, v and gate logits, as a mixer has them; and the decode step. Nothing is checked here:
@@ -25,16 +25,18 @@ WIDTH = 128
 DECODE_BATCHES = (1, 32, 256)
 SWEEP = {
     "gradient": [
-        Launch(warps, stages, block_v, block_k)
-        for block_v, block_k in ((128, 64), (64, 64), (128, 128), (64, 128), (128, 32))
-        for warps in (4, 8)
-        for stages in (1, 2)
-        if block_v < WIDTH or stages == 1
+        Launch(4, 1, 128, 64),
+        Launch(8, 1, 128, 64),
+        Launch(4, 1, 64, 64),
+        Launch(4, 2, 64, 64),
+        Launch(8, 1, 128, 128),
+        Launch(8, 1, 64, 128),
+        Launch(8, 2, 64, 128),
     ],
-    "scan": [Launch(4, 1, 64), Launch(4, 2, 64), Launch(8, 1, 64), Launch(8, 1, 128)],
-    "reverse": [Launch(4, 2, 64), Launch(4, 3, 64), Launch(8, 2, 64), Launch(8, 2, 128)],
-    "prepare_warps": [2, 4, 8],
-    "pairs_warps": [2, 4, 8],
+    "scan": [Launch(4, 2, 64), Launch(8, 1, 64), Launch(8, 1, 128)],
+    "reverse": [Launch(4, 2, 64), Launch(8, 2, 64), Launch(8, 2, 128)],
+    "prepare_warps": [2, 8],
+    "pairs_warps": [2, 8],
 }
 """What --sweep launches each kernel with, the others as they are."""
 
@@ -142,8 +144,9 @@ def kernels(shape: tuple[int, int, int]) -> None:
     print(f"\n{shape}, kernels\n\n{measure.table(('kernel', 'ms'), rows)}", flush=True)
 
 
-def sweep(shape: tuple[int, int, int]) -> None:
-    """Backward of the op, or forward, with each launch; and how far the gradients move."""
+def sweep(shape: tuple[int, int, int], every: int) -> None:
+    """The op with each launch, a state kept of so many chunks; and how far the gradients move."""
+    triton_op.STATE_EVERY = every
     inputs = make_inputs(shape)
     leaves = list(inputs.values())
     grad = torch.randn_like(ours(**inputs))
@@ -152,40 +155,33 @@ def sweep(shape: tuple[int, int, int]) -> None:
         return torch.autograd.grad(ours(**inputs), leaves, grad)
 
     base, expected = triton_plan.PLANS[90], both()
-    rows = []
-    for every in (2, 1):
-        triton_op.STATE_EVERY = every
-        for part, launches in SWEEP.items():
-            for launch in launches:
-                triton_plan.PLANS[90] = dataclasses.replace(base, **{part: launch})
-                try:
-                    ms, mib, found = measure.time_ms(both, 2, 5), measure.extra_mib(both), both()
-                except Exception as error:
-                    rows.append([every, part, launch, f"{str(error)[:40]}", "", ""])
-                    continue
-                pairs = zip(found, expected, strict=True)
-                moved = max(float((x - y).norm() / y.norm()) for x, y in pairs)
-                rows.append([every, part, launch, ms, f"{mib:,.0f}", f"{moved:.1e}"])
-    print(f"\n{shape}\n")
-    heads = ("states kept of", "part", "launch", "forward + backward ms", "extra MiB", "moved")
-    print(measure.table(heads, rows), flush=True)
+    print(f"\n{shape}, one state kept of {every}: forward + backward ms, MiB, moved\n")
+    for part, launches in SWEEP.items():
+        for launch in launches:
+            triton_plan.PLANS[90] = dataclasses.replace(base, **{part: launch})
+            try:
+                ms, mib, found = measure.time_ms(both, 2, 7), measure.extra_mib(both), both()
+            except Exception as error:
+                print(f"- {part} {launch}: {str(error)[:60]}", flush=True)
+                continue
+            moved = (float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True))
+            print(f"- {part} {launch}: {ms:.3f}, {mib:,.0f}, {max(moved):.1e}", flush=True)
+    triton_plan.PLANS[90] = base
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="time launches instead")
-    parser.add_argument("--kernels", action="store_true", help="each kernel's time instead")
+    parser.add_argument("--kernels", action="store_true", help="each kernel's time too")
+    parser.add_argument("--sweep", type=int, nargs="*", default=[], help="launches too; 1 or 2")
     options = parser.parse_args()
     print(measure.versions(), flush=True)
-    if options.sweep:
-        sweep(SHAPES[0])
-    elif options.kernels:
-        for shape in SHAPES[:2]:
-            kernels(shape)
-    else:
-        for shape in SHAPES:
-            compare(shape)
-        decode()
+    for shape in SHAPES:
+        compare(shape)
+    decode()
+    for shape in SHAPES[:2] if options.kernels else ():
+        kernels(shape)
+    for every in options.sweep:
+        sweep(SHAPES[0], every)
 
 
 if __name__ == "__main__":
