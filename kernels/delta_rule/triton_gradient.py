@@ -29,6 +29,7 @@ def pairs_kernel(
     plane,
     J: tl.constexpr,
     V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     C: tl.constexpr,
     STEP_SIZE: tl.constexpr,
     HAS_DECAY: tl.constexpr,
@@ -42,17 +43,26 @@ def pairs_kernel(
     bj = tl.program_id(1).to(tl.int64)
     b, j = bj // J, bj % J
     row_C = tl.arange(0, C)
-    value_V = tl.arange(0, V)
+    value_V = tl.arange(0, BLOCK_V)
     t_C = n * C + row_C
     inside_C = t_C < T
     first = b * T + n * C
     chunk = bj * N * C + n * C
-    do_tile = tile(do_BTJV + j * V, first, J * V, row_C, value_V)
-    dR_tile = tile(dv_BTJV + j * V, first, J * V, row_C, value_V)
-    U_tile = tile(U_BTJV + j * V, first, J * V, row_C, value_V)
-    do_CV = tl.load(do_tile, inside_C[:, None], 0.0)
-    dR_CV = tl.load(dR_tile, inside_C[:, None], 0.0)
-    U_CV = tl.load(U_tile, inside_C[:, None], 0.0)
+    dP_CC = tl.zeros([C, C], tl.float32)
+    dM_CC = tl.zeros([C, C], tl.float32)
+    step_C = tl.zeros([C], tl.float32)
+    for i_v in tl.range(0, V // BLOCK_V, num_stages=1):
+        value = j * V + i_v * BLOCK_V
+        do_tile = tile(do_BTJV + value, first, J * V, row_C, value_V)
+        dR_tile = tile(dv_BTJV + value, first, J * V, row_C, value_V)
+        U_tile = tile(U_BTJV + value, first, J * V, row_C, value_V)
+        do_CV = tl.load(do_tile, inside_C[:, None], 0.0)
+        dR_CV = tl.load(dR_tile, inside_C[:, None], 0.0)
+        U_CV = tl.load(U_tile, inside_C[:, None], 0.0)
+        step_C += tl.sum(dR_CV.to(tl.float32) * U_CV.to(tl.float32), 1)
+        U_VC = tl.trans(U_CV.to(PRODUCT))
+        dP_CC = tl.dot(do_CV.to(PRODUCT), U_VC, dP_CC)
+        dM_CC = tl.dot(dR_CV.to(PRODUCT), U_VC, dM_CC)
     gate_C = (b * T + t_C) * J + j
     # As prepare_kernel bounds it.
     eta_C = tl.maximum(tl.load(eta_BTJ + gate_C, inside_C, 1.0).to(tl.float32), 2.0**-40)
@@ -61,10 +71,12 @@ def pairs_kernel(
     if STEP_SIZE != "learned":
         rv_C = tl.where(inside_C, r_C, 1.0)
     # What the step beta is worth: beta dbeta.
-    step_C = tl.sum(dR_CV.to(tl.float32) * U_CV.to(tl.float32), 1) / (eta_C * rv_C)
+    step_C = step_C / (eta_C * rv_C)
     deta_C = step_C / eta_C
     pull_C = 2 * step_C * r_C * r_C
-    if STEP_SIZE == "longhorn":
+    if STEP_SIZE == "learned":
+        pull_C = tl.zeros([C], tl.float32)
+    elif STEP_SIZE == "longhorn":
         deta_C = deta_C * r_C * r_C
         pull_C = pull_C * eta_C
     tl.store(deta_BTJ + gate_C, deta_C, inside_C)
@@ -87,10 +99,9 @@ def pairs_kernel(
         decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf")))
     decay_CC = decay_CC * r_C[None, :]
     pair_CC = row_C[:, None] * C + row_C[None, :]
-    U_VC = tl.trans(U_CV.to(PRODUCT))
-    dP_CC = tl.dot(do_CV.to(PRODUCT), U_VC) * decay_CC * scale
+    dP_CC = dP_CC * decay_CC * scale
     tl.store(dP_BJTC + chunk * C + pair_CC, dP_CC.to(dP_BJTC.dtype.element_ty))
-    dM_CC = tl.dot(dR_CV.to(PRODUCT), U_VC) * decay_CC * (-r_C / rv_C)[:, None]
+    dM_CC = dM_CC * decay_CC * (-r_C / rv_C)[:, None]
     dM_CC = tl.where(row_C[:, None] > row_C[None, :], dM_CC, 0.0)
     tl.store(dM_BJTC + chunk * C + pair_CC, dM_CC.to(dM_BJTC.dtype.element_ty))
 

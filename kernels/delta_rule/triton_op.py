@@ -59,6 +59,32 @@ def delta_rule_triton(
     return o_BTJV, state_BJKV
 
 
+def segment_map_triton(
+    k_BTHK: Tensor,
+    v_BTJV: Tensor,
+    log_decay_BTJ: Tensor | None,
+    eta_BTJ: Tensor,
+    *,
+    step_size: StepSize,
+    eps: float = 1e-6,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results of `delta_rule_segment_map`, where `delta_rule_triton` can run.
+
+    The states' columns do not know of each other: from the state [0 | I] and the values [v | 0] the
+    scan ends with [h | M].
+    """
+    check_takes(k_BTHK, v_BTJV, "k_BTHK")
+    K, V = k_BTHK.shape[3], v_BTJV.shape[3]
+    B, J = v_BTJV.shape[0], v_BTJV.shape[2]
+    identity_KK = torch.eye(K, dtype=torch.float32, device=k_BTHK.device)
+    initial_BJKE = F.pad(identity_KK, (V, 0)).expand(B, J, K, V + K)
+    inputs = (k_BTHK.detach(), k_BTHK, F.pad(v_BTJV, (0, K)), log_decay_BTJ, eta_BTJ, initial_BJKE)
+    _, map_BJKE = _DeltaRule.apply(*inputs, cu_seqlens, Options(step_size, eps, 1.0))  # type: ignore[misc]
+    h_BJKV, M_BJKK = map_BJKE.split([V, K], dim=-1)
+    return M_BJKK, h_BJKV
+
+
 @dataclass(frozen=True)
 class Options:
     step_size: StepSize
@@ -140,7 +166,7 @@ def scan(q, k, v, prepared, initial, training: bool):
     (B, T, _, K), (J, V) = k.shape, v.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(k.device).scan
-    block_v = min(plan.block_v, V)
+    block_v = math.gcd(plan.block_v, V)
     o_BTJV = torch.empty_like(v)
     final_BJKV = v.new_empty(B, J, K, V, dtype=torch.float32)
     U_BTJV = states_BJNKV = None
@@ -177,7 +203,7 @@ def reverse_scan(q, k, do, prepared, dfinal):
     (B, T, _, K), (J, V) = k.shape, do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(k.device).reverse
-    block_v = min(plan.block_v, V)
+    block_v = math.gcd(plan.block_v, V)
     dv_BTJV = torch.empty_like(do)
     dstates_BJNKV = do.new_empty(B, J, triton.cdiv(N, STATE_EVERY), K, V)
     dinitial_BJKV = do.new_empty(B, J, K, V, dtype=torch.float32)
@@ -232,6 +258,7 @@ def gradient(q, k, U, do, dv, log_decay, eta, document_T, prepared, states, dsta
         rows_4BJT[0].numel(),
         J=J,
         V=V,
+        BLOCK_V=math.gcd(128, V),
         C=CHUNK_LENGTH,
         STEP_SIZE=options.step_size,
         HAS_DECAY=log_decay is not None,
@@ -239,7 +266,7 @@ def gradient(q, k, U, do, dv, log_decay, eta, document_T, prepared, states, dsta
         PRODUCT=shape["PRODUCT"],
         num_warps=plan.pairs_warps,
     )
-    block_k, block_v = min(plan.gradient.block_k, K), min(plan.gradient.block_v, V)
+    block_k, block_v = min(plan.gradient.block_k, K), math.gcd(plan.gradient.block_v, V)
     parts = K // block_k
     dq_BTJK, dk_BTJK = q.new_empty(B, T, J, K), k.new_empty(B, T, J, K)
     dlog_decay_PBTJ = None if log_decay is None else log_decay.new_empty(parts, B, T, J)
