@@ -17,7 +17,7 @@ SMALL = [case.name for case in small_cases()]
         (
             "sa_swa_400m",
             "mixers.sa_swa.kernel",
-            ["windowed_attention (one-sided, K 64)", "windowed_attention (two-sided, K 64)"],
+            ["windowed_attention (one-sided, K 128)", "windowed_attention (two-sided, K 128)"],
         ),
     ],
 )
