@@ -105,6 +105,7 @@ if __name__ == "__main__":
         setattr(torch, name, getattr(torch, name).__wrapped__)
     with (
         mock.patch.object(torch.cuda, "current_device", return_value=GPU),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(dist, "all_reduce"),
         mock.patch.object(JITFunction, "run", not_launched),
         mock.patch.object(torch.nn.Module, "to", lambda module, *args, **kwargs: module),

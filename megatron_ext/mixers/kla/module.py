@@ -157,6 +157,7 @@ class Mixer(ShardedModule):
             parts["step_size"][:, 0],
             step_size=self.mixer.step_size,
             normalize_keys=self.mixer.normalize_keys,
+            backend="triton" if self.mixer.kernel == "triton" else "torch",
         )
         return o_TJV[None]
 
