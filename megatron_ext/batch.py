@@ -56,7 +56,10 @@ class Batch(PackedSeqParams):
         """`cu_seqlens` within this rank's tokens: from 0, although a document may have begun
         before, to T/cp, although one may go on after."""
         share = self.position_ids.shape[0]
-        return (self.cu_seqlens - self.context_rank * share).clamp(0, share)
+        if self.context_size == 1:
+            return self.cu_seqlens
+        first = self.context_rank * share
+        return self.once("local_cu_seqlens", lambda: (self.cu_seqlens - first).clamp(0, share))
 
     @property
     def rows(self) -> int:

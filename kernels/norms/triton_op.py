@@ -7,12 +7,16 @@ import torch
 import triton
 from torch import Tensor
 
+from mixtron.kernels.launching import Launched
 from mixtron.kernels.norms.triton_kernels import backward_kernel, forward_kernel
 
 TILE_ELEMENTS = 4096
 MAX_WIDTH = 16384
 STRIPS = 1024
 """Programs of a backward at most; each sums its rows' part of the weight's gradient."""
+
+
+forward_rows, backward_rows = Launched(forward_kernel), Launched(backward_kernel)
 
 
 def norm_triton(
@@ -68,7 +72,8 @@ def normalise(x, weight_N, gate, eps: float, kind: str, added=None, total=None) 
     x_RJN, gate_RJN = _rows(x), _rows(gate)
     shape = _shape(x_RJN, gate_RJN, weight_N, kind, added)
     rows = x_RJN.shape[0] * x_RJN.shape[1]
-    forward_kernel[(triton.cdiv(rows, shape["ROWS"]),)](
+    forward_rows(
+        (triton.cdiv(rows, shape["ROWS"]),),
         x_RJN,
         weight_N,
         gate_RJN,
@@ -99,7 +104,8 @@ def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None) -> tupl
     if weight_N is not None:
         partial_PN = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
     if rows:
-        backward_kernel[(programs,)](
+        backward_rows(
+            (programs,),
             x_RJN,
             weight_N,
             gate_RJN,

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from mixtron.kernels.launching import Launched
 from mixtron.kernels.short_convolution.triton_kernels import (
     backward_kernel,
     forward_kernel,
@@ -31,6 +32,9 @@ class Launch:
 
 FORWARD = Launch(block_t=32, block_e=64, warps=2)
 BACKWARD = Launch(block_t=1, block_e=128, warps=1)
+
+
+forward_tiles, backward_strips = Launched(forward_kernel), Launched(backward_kernel)
 
 
 def short_convolution_triton(
@@ -69,7 +73,8 @@ def convolve(x_TBE, weight_EW, position_T, widths, silu: bool, launch: Launch) -
     T, B = x_TBE.shape[:2]
     parts = tuple(torch.empty(T, B, w, dtype=x_TBE.dtype, device=x_TBE.device) for w in widths)
     shape = _shape(x_TE, weight_EW, widths, launch)
-    forward_kernel[_grid(x_TE, shape)](
+    forward_tiles(
+        _grid(x_TE, shape),
         x_TE,
         weight_EW.contiguous(),
         position_T,
@@ -98,7 +103,8 @@ def gradients(
     partial_PEW = x_TBE.new_empty(
         programs, *x_TE.shape[1:], weight_EW.shape[1], dtype=torch.float32
     )
-    backward_kernel[(programs, triton.cdiv(x_TE.shape[1], shape["BLOCK_E"]))](
+    backward_strips(
+        (programs, triton.cdiv(x_TE.shape[1], shape["BLOCK_E"])),
         x_TE,
         weight_EW.contiguous(),
         position_T,

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mixtron.kernels.launching import Launched
+
 BLOCK = 1024
 """Channels of a program; it owns one token, so that its reads are of dense rows."""
 
@@ -28,7 +30,7 @@ class _SwiGLU(torch.autograd.Function):
         F = joined.shape[-1] // 2
         y = joined.new_empty(*joined.shape[:-1], F)
         if y.numel():
-            forward_kernel[_grid(joined)](joined, y, F=F, BLOCK=BLOCK, num_warps=4)
+            forward(_grid(joined), joined, y, F=F, BLOCK=BLOCK, num_warps=4)
         return y
 
     @staticmethod
@@ -38,7 +40,7 @@ class _SwiGLU(torch.autograd.Function):
         djoined = torch.empty_like(joined)
         if dy.numel():
             F = dy.shape[-1]
-            backward_kernel[_grid(joined)](joined, dy, djoined, F=F, BLOCK=BLOCK, num_warps=4)
+            backward(_grid(joined), joined, dy, djoined, F=F, BLOCK=BLOCK, num_warps=4)
         return djoined
 
 
@@ -72,3 +74,6 @@ def backward_kernel(joined, dy, djoined, F: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(djoined + row, dgate.to(djoined.dtype.element_ty), inside)
     dup = slope * gate * sigmoid
     tl.store(djoined + row + F, dup.to(djoined.dtype.element_ty), inside)
+
+
+forward, backward = Launched(forward_kernel), Launched(backward_kernel)

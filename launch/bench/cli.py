@@ -50,6 +50,18 @@ def ops(
     raise typer.Exit(1 if run_benches(names or []) else 0)
 
 
+@app.command("self-test")
+def self_test(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Of ops, as their folders; all by default.")
+    ] = None,
+) -> None:
+    """Whether each op's Triton form is right on this GPU; a run asks that of the forms it uses."""
+    from mixtron.launch.bench.self_test import run_self_tests
+
+    run_self_tests(names or [])
+
+
 @app.command()
 def data(
     config: Annotated[Path, typer.Argument(help="A run's YAML file.")],

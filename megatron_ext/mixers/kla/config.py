@@ -40,8 +40,8 @@ class Config(MixerConfig):
     """What context ranks exchange: a map of the state each (few bytes, whatever the length), or
     heads for tokens (then `heads` over TP must be divisible by parallel.context)."""
     kernel: Literal["chunk", "triton"] = "chunk"
-    """The op's form in training: torch's on any device, or Triton's, for bf16 on a GPU. The maps
-    that context ranks exchange, and decoding, are torch's."""
+    """The op's form, in training, in the maps that context ranks exchange and in decoding: torch's
+    on any device, or Triton's, for bf16 on a GPU."""
 
     context_parallel: ClassVar[bool] = True
 
@@ -132,8 +132,8 @@ class Config(MixerConfig):
         # output and gate.
         segment = 4 * chunks * chunk
         if self.kernel == "triton":
-            # The gradients of every chunk's state, and of q, k and v.
-            gradients = key * value / CHUNK + 2 * key + value
+            # The gradients of every second chunk's state, of q, k and v, and of two C x C matrices.
+            gradients = key * value / (2 * CHUNK) + 2 * key + value + 2 * CHUNK
             segment = tokens * self.value_heads * gradients * bytes_per_element / tensor
         # The convolution's: gradients of its output and input, and of the whole projection's.
         rows = 2 * convolved + sum(self.components().values())
@@ -151,6 +151,16 @@ class Config(MixerConfig):
         # An affine map of the state, in fp32, and the convolution's last tokens to every rank.
         state_map = 4 * self.value_heads * self.key_dim * (self.key_dim + self.value_dim)
         return (context - 1) * (state_map + tail) / tensor
+
+    def context_bytes_kept(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
+        if self.kernel != "triton" or self.context_exchange == "heads":
+            return 0.0
+        # The map's scan keeps what the op's keeps, for key_dim more columns of values.
+        columns = self.key_dim + self.value_dim
+        kept = columns + 2 * CHUNK + self.key_dim * columns / (2 * CHUNK)
+        return tokens * self.value_heads * (element * kept + 4 * 4) / tensor
 
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
         super().check(name, hidden_size, tensor, context)

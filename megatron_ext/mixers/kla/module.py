@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixtron.kernels.delta_rule import delta_rule, delta_rule_segment_map, delta_rule_step
+from mixtron.kernels.delta_rule import delta_rule, delta_rule_decode, delta_rule_segment_map
 from mixtron.kernels.norms import rms_norm, unit_norm
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import (
@@ -105,7 +105,7 @@ class Mixer(ShardedModule):
         exchange = state_BJKV = None
         if batch.context_size > 1:
             exchange = StateExchange(
-                *delta_rule_segment_map(*writes, **options),
+                *delta_rule_segment_map(*writes, **options, backend=self.mixer.kernel),
                 batch.position_ids[0] == 0,
                 self.cp_group,
             )
@@ -157,32 +157,39 @@ class Mixer(ShardedModule):
         cached = batch.cache.layers[self.layer_number]
         convolved_TE, cached["tail"] = self.convolution.step(raw_TBE[:, 0], cached["tail"])
         convolved = convolved_TE[:, None].split(self.convolution.widths, dim=-1)
-        q, k, v, log_decay, eta = self._inputs(convolved, parts)
-        o_TJV, cached["state"] = delta_rule_step(
+        q_BTHK, k_BTHK, v_BTJV = self._heads(convolved)
+        gated = self.mixer.decay == "gated"
+        o_TJV = delta_rule_decode(
             cached["state"],
-            unit_norm(q[0]),
-            k[0],
-            v[0],
-            None if log_decay is None else log_decay[0],
-            eta[0],
+            q_BTHK[0],
+            k_BTHK[0],
+            v_BTJV[0],
+            parts["decay"][:, 0] if gated else None,
+            self.log_decay_rate if gated else None,
+            self.dt_bias if gated else None,
+            parts["step_size"][:, 0],
             step_size=self.mixer.step_size,
+            normalize_keys=self.mixer.normalize_keys,
+            backend="triton" if self.mixer.kernel == "triton" else "torch",
         )
         return o_TJV[None]
 
     def _inputs(self, convolved: tuple[Tensor, ...], parts: dict[str, Tensor]) -> tuple:
         """q (not yet normalised), k, v, log decay (None without) and eta, batch first."""
-        mixer = self.mixer
-        q_BTHK, k_BTHK, v_BTJV = (
-            x_TBE.transpose(0, 1).unflatten(-1, (-1, dim))
-            for x_TBE, dim in zip(
-                convolved, (mixer.key_dim, mixer.key_dim, mixer.value_dim), strict=True
-            )
-        )
-        if mixer.normalize_keys:
+        q_BTHK, k_BTHK, v_BTJV = self._heads(convolved)
+        if self.mixer.normalize_keys:
             k_BTHK = unit_norm(k_BTHK)
         log_decay_BTJ = self._log_decay(parts["decay"]) if "decay" in parts else None
         eta_BTJ = parts["step_size"].transpose(0, 1).float().sigmoid()
         return q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ
+
+    def _heads(self, convolved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """q, k and v by head, batch first."""
+        dims = (self.mixer.key_dim, self.mixer.key_dim, self.mixer.value_dim)
+        return tuple(
+            x_TBE.transpose(0, 1).unflatten(-1, (-1, dim))
+            for x_TBE, dim in zip(convolved, dims, strict=True)
+        )
 
     def _log_decay(self, a_TBJ: Tensor) -> Tensor:
         """g = -exp(A_log) softplus(a + dt_bias), fp32 [B, T, J]."""
