@@ -9,14 +9,17 @@ from mixtron.kernels.measure import table, versions
 from mixtron.launch.bench.step import RandomTokens, begin, build_run, seconds_per_step
 from mixtron.launch.checks import check
 from mixtron.launch.config import load_config
+from mixtron.launch.estimate import peak_flops, training_flops_per_token
 from mixtron.launch.loop import train_step
 from mixtron.megatron_ext.errors import ConfigError
+
+WARM_UP = 2
 
 
 def bench_lengths(
     runs: Sequence[str], overrides: Sequence[str], lengths: Sequence[int], tokens: int, steps: int
 ) -> None:
-    """Prints a table on one GPU: a row a run, and for each length tokens/s and GiB at the peak.
+    """Prints a table on one GPU: a row a run, for each length tokens/s, MFU and GiB at the peak.
 
     Args:
         runs: "CONFIG key=value ...".
@@ -41,12 +44,12 @@ def bench_lengths(
             cells.append(measured(path, [*overrides, *own, *batch], steps))
             print(f"{cells[0]} at {length:,}: {cells[-1]}", flush=True)
         rows.append(cells)
-    print(f"\n{versions()}; {tokens:,} tokens a step; {' '.join(overrides)}; tokens/s, peak GiB\n")
+    print(f"\n{versions()}; {tokens:,} tokens a step; tokens/s, MFU, peak GiB; {overrides}\n")
     print(table(("run", *(f"T = {length:,}" for length in lengths)), rows))
 
 
 def measured(path: str, overrides: list[str], steps: int) -> str:
-    """Tokens/s and GiB at the peak, or that memory did not suffice."""
+    """Tokens/s, MFU and GiB at the peak, or that memory did not suffice."""
     config = load_config(path, overrides)
     check(config, 1)
     ranks = begin(config)
@@ -55,10 +58,12 @@ def measured(path: str, overrides: list[str], steps: int) -> str:
     try:
         data = RandomTokens(config.data.sequence_length, config.model.vocab_size, documents=1)
         run = build_run(config, ranks, data)
-        train_step(run)
-        seconds = seconds_per_step(run, steps)
-        peak_gib = torch.cuda.max_memory_allocated() / 2**30
-        return f"{config.training.global_batch_tokens / seconds:,.0f}, {peak_gib:.1f}"
+        for _ in range(WARM_UP):
+            train_step(run)
+        speed = config.training.global_batch_tokens / seconds_per_step(run, steps)
+        peak, flops = peak_flops(torch.cuda.get_device_name()), training_flops_per_token(config)
+        mfu = "-" if peak is None else f"{speed * flops / peak:.1%}"
+        return f"{speed:,.0f}, {mfu}, {torch.cuda.max_memory_allocated() / 2**30:.1f}"
     except torch.OutOfMemoryError:
         return "out of memory"
     finally:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mixtron.kernels.delta_rule import decay_and_step_size
 from mixtron.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
@@ -52,6 +53,7 @@ def cases() -> dict[str, Case]:
     found["short_convolution of parts"] = parts_case((32, 16, 32))
     found["short_convolution of two parts"] = parts_case((16, 64))
     found["swiglu"] = swiglu_case()
+    found["decay and step size"] = gates_case()
     found["rope"] = rope_case()
     found["linear_cross_entropy"] = loss_case()
     return found
@@ -145,6 +147,22 @@ def parts_case(widths: tuple[int, ...]) -> Case:
         return torch.cat(parts[::-1], dim=-1)
 
     return Case(plain.inputs, op, reference)
+
+
+def gates_case() -> Case:
+    """Slices of wider rows; some decays beyond where softplus is linear, some small."""
+    inputs = {"joined": 8 * noise(TOKENS, 1, 20), "rate": noise(6), "bias": noise(6, seed=1)}
+
+    def form(backend):
+        def op(joined, rate, bias):
+            wide = torch.promote_types(joined.dtype, torch.float32)
+            decay, step = joined[..., 2:8], joined[..., 12:18]
+            options = rate.to(wide), bias.to(wide)
+            return torch.cat(decay_and_step_size(decay, step, *options, backend=backend))
+
+        return op
+
+    return Case(inputs, form("triton"), form("torch"))
 
 
 def swiglu_case() -> Case:

@@ -109,7 +109,7 @@ class Config(MixerConfig):
         elements += (2 if self.normalize_keys else 1) * key  # normalised
         fp32 = self.value_heads  # eta
         if self.decay == "gated":
-            fp32 += 3 * self.value_heads  # softplus' input and output, the log decay
+            fp32 += self.value_heads  # the log decay
         kept = elements * bytes_per_element + 4 * fp32
         if self.kernel == "triton":
             # Two C x C matrices and half a state a chunk, and four numbers a token.

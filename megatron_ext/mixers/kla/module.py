@@ -1,10 +1,14 @@
 """KLA (arXiv 2605.08587) as a Megatron layer's mixer."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mixtron.kernels.delta_rule import delta_rule, delta_rule_decode, delta_rule_segment_map
+from mixtron.kernels.delta_rule import (
+    decay_and_step_size,
+    delta_rule,
+    delta_rule_decode,
+    delta_rule_segment_map,
+)
 from mixtron.kernels.norms import rms_norm, unit_norm
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import (
@@ -179,9 +183,13 @@ class Mixer(ShardedModule):
         q_BTHK, k_BTHK, v_BTJV = self._heads(convolved)
         if self.mixer.normalize_keys:
             k_BTHK = unit_norm(k_BTHK)
-        log_decay_BTJ = self._log_decay(parts["decay"]) if "decay" in parts else None
+        if self.mixer.decay == "gated":
+            gates = decay_and_step_size(
+                parts["decay"], parts["step_size"], self.log_decay_rate, self.dt_bias
+            )
+            return q_BTHK, k_BTHK, v_BTJV, *gates
         eta_BTJ = parts["step_size"].transpose(0, 1).float().sigmoid()
-        return q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ
+        return q_BTHK, k_BTHK, v_BTJV, None, eta_BTJ
 
     def _heads(self, convolved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """q, k and v by head, batch first."""
@@ -190,8 +198,3 @@ class Mixer(ShardedModule):
             x_TBE.transpose(0, 1).unflatten(-1, (-1, dim))
             for x_TBE, dim in zip(convolved, dims, strict=True)
         )
-
-    def _log_decay(self, a_TBJ: Tensor) -> Tensor:
-        """g = -exp(A_log) softplus(a + dt_bias), fp32 [B, T, J]."""
-        dt_BTJ = F.softplus(a_TBJ.transpose(0, 1).float() + self.dt_bias)
-        return -self.log_decay_rate.exp() * dt_BTJ
