@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 INPUT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GATE_DTYPES = (torch.float64, torch.float32)
@@ -80,6 +81,20 @@ def document_starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
     starts.index_fill_(0, cu_seqlens.long(), True)
     starts[:1] = False
     return starts[:tokens]
+
+
+def document_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """[T] int32: each token's document, counted from 0. Computed once for all layers that are given
+    the same tensor of offsets."""
+    known = _NUMBERS.get(cu_seqlens)
+    if known is None or known[:2] != (cu_seqlens._version, tokens):
+        numbers_T = document_starts(cu_seqlens, tokens).cumsum(0, dtype=torch.int32)
+        known = _NUMBERS[cu_seqlens] = cu_seqlens._version, tokens, numbers_T
+    return known[2]
+
+
+_NUMBERS = WeakTensorKeyDictionary()
+"""What is known of offsets that still exist: their version, the tokens, and the documents."""
 
 
 def to_value_heads(x_BTHX: Tensor, value_heads: int) -> Tensor:

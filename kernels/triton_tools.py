@@ -44,6 +44,27 @@ def check_takes(q: Tensor, v: Tensor, name: str) -> None:
         raise ValueError(f"K={K}, V={V}: the triton form takes 64 or 128 for each")
 
 
+SHARED_MEMORY_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
+"""That a block may have, by compute capability: an A100; an H100 or H200."""
+
+
+def architecture(device: torch.device) -> int:
+    """The GPU's compute capability, of those that launches are listed for.
+
+    Raises:
+        ValueError: another one.
+    """
+    if INTERPRETED:
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    if 10 * major + minor not in SHARED_MEMORY_BYTES:
+        raise ValueError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}: the "
+            "triton form has launches for 8.0 (A100) and 9.0 (H100, H200)"
+        )
+    return 10 * major + minor
+
+
 def product_dtype(dtype: torch.dtype) -> tl.dtype:
     """What operands of `tl.dot` are rounded to: the inputs' dtype.
 

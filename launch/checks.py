@@ -67,6 +67,7 @@ def check_shape(config: RunConfig) -> None:
             f"{_nearest_multiples(training.global_batch_tokens, length)}"
         )
     check_engine(config)
+    check_recompute(config)
     stages = parallel.pipeline * parallel.virtual_pipeline
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError(
@@ -100,7 +101,35 @@ def check_shape(config: RunConfig) -> None:
         raise ConfigError("parallel.sequence=true needs parallel.tensor above 1")
     for name in dict.fromkeys(model.layer_mixers):
         config.mixers[name].check(name, model.hidden_size, parallel.tensor, parallel.context)
+        if training.deterministic:
+            config.mixers[name].check_deterministic(name)
     check_device(config, "cuda")
+
+
+def check_recompute(config: RunConfig) -> None:
+    """Parts that cannot be computed again."""
+    recomputed, model = config.training.recomputed, config.model
+    if not recomputed:
+        return
+    said = f"training.recompute={recomputed}"
+    if config.engine == "deepspeed":
+        raise ConfigError(f"{said}: engine=deepspeed takes none or full")
+    if model.norm != "rmsnorm" or model.dropout or model.parallel_residual:
+        raise ConfigError(
+            f"{said} is for layers with model.norm=rmsnorm, without dropout and parallel_residual; "
+            "use none or full"
+        )
+    if "mlp_act" in recomputed and model.mlp != "swiglu":
+        raise ConfigError(f"{said}: mlp_act is for model.mlp=swiglu, not {model.mlp}")
+    if "conv" not in recomputed:
+        return
+    if config.parallel.context > 1:
+        raise ConfigError(f"{said}: conv is for parallel.context=1, not {config.parallel.context}")
+    names = dict.fromkeys(model.layer_mixers)
+    if not any(config.mixers[name].convolution_bytes_per_token(1, 1) for name in names):
+        raise ConfigError(
+            f"{said}: conv is for KLA's short convolution, and none of {', '.join(names)} has it"
+        )
 
 
 def check_engine(config: RunConfig) -> None:

@@ -122,14 +122,25 @@ class ScheduleConfig(Section):
         return self
 
 
+Part = Literal["norm", "conv", "mlp_act"]
+"""As megatron_ext/recompute.py has it, which needs torch."""
+Parts = Annotated[list[Part], Field(min_length=1)]
+RECOMPUTE_TAGS = ("layers", "parts")
+Recompute = Annotated[
+    Annotated[Literal["none", "full"], Tag("layers")] | Annotated[Parts, Tag("parts")],
+    Discriminator(lambda value: RECOMPUTE_TAGS[isinstance(value, list)]),
+]
+
+
 class TrainingConfig(Section):
     steps: Positive
     global_batch_tokens: Positive
     """Tokens an optimizer step sees over all ranks and micro-batches."""
     micro_batch_sequences: Positive = 1
     precision: Literal["bf16", "fp32"] = "bf16"
-    recompute: Literal["none", "full"] = "none"
-    """full: keep only each layer's input and run the layer again in backward."""
+    recompute: Recompute = "none"
+    """full: keep only each layer's input and run the layer again in backward. A list of parts, of
+    which nothing is kept that is cheap to compute: norm, conv (of KLA), mlp_act (SwiGLU)."""
     seed: Count = 1234
     eval_every_steps: Count = 0
     """0 evaluates only at the end (when there are validation sets)."""
@@ -150,6 +161,11 @@ class TrainingConfig(Section):
             if first > last:
                 raise ValueError(f"skip_steps: [{first}, {last}] ends before it begins")
         return self
+
+    @property
+    def recomputed(self) -> list[Part]:
+        """The parts of layers that are computed again where not whole layers are."""
+        return self.recompute if isinstance(self.recompute, list) else []
 
     def skips(self, step: int) -> bool:
         return any(first <= step <= last for first, last in self.skip_steps)
@@ -406,6 +422,8 @@ def _tags_at(path: list) -> dict[str, Any]:
     """The models that a section may have, by tag."""
     if path == ["data"]:
         return DATA_TAGS
+    if path == ["training", "recompute"]:
+        return dict.fromkeys(RECOMPUTE_TAGS, TrainingConfig)
     if path[0] == "mixers" and len(path) == 2:
         return mixer_configs()
     return tasks() if path[-1] == "synthetic" else {}

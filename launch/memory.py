@@ -179,19 +179,23 @@ def _layer_bytes(config: RunConfig, name: str) -> float:
     """What autograd keeps of one layer, a token."""
     model, element = config.model, element_bytes(config)
     tensor, residual = config.parallel.tensor, _residual_bytes(config)
-    kept = 2 * _norm_bytes(config)
+    recomputed = config.training.recomputed
+    kept = 2 * (residual if "norm" in recomputed else _norm_bytes(config))
     if model.dropout > 0:
         kept += 2 * residual / element * MASK_BYTES
     mixer = config.mixers[name]
     kept += mixer.activation_bytes_per_token(model.hidden_size, tensor, element)
+    if "conv" in recomputed:
+        kept -= mixer.convolution_bytes_per_token(tensor, element)
     if config.parallel.context > 1:
         kept += mixer.context_bytes_kept(*_context_shape(config)) / micro_batch_tokens(config)
     return kept + _mlp_bytes(config)
 
 
 def _mlp_bytes(config: RunConfig) -> float:
-    """SwiGLU's input, two halves, and its output, a token."""
-    kept = config.model.mlp_matrices * config.model.ffn_hidden_size
+    """SwiGLU's input, two halves, and its output unless it is computed again, a token."""
+    matrices = config.model.mlp_matrices - ("mlp_act" in config.training.recomputed)
+    kept = matrices * config.model.ffn_hidden_size
     return kept * element_bytes(config) / config.parallel.tensor
 
 
@@ -201,15 +205,22 @@ def _layer_backward(config: RunConfig, stage: int) -> float:
     tokens, element = micro_batch_tokens(config), element_bytes(config)
     # Gradients of the residual stream and of SwiGLU's input and output, which is gone itself.
     mlp = tokens * (_residual_bytes(config) + 2 * model.ffn_hidden_size * element / tensor)
+    recomputed, normed = config.training.recomputed, tokens * _residual_bytes(config)
+    again = normed if "norm" in recomputed else 0.0
+    mlp += again
+    if "mlp_act" in recomputed:
+        mlp += tokens * model.ffn_hidden_size * element / tensor
     # The mixer's turn comes when what the MLP and its norm kept is gone.
-    gone = tokens * (_mlp_bytes(config) + _residual_bytes(config))
+    gone = tokens * _mlp_bytes(config) + normed - again
     needs = []
     for name in dict.fromkeys(layers_of_stage(config, stage)):
         mixer = config.mixers[name]
         working = mixer.working_bytes(model.hidden_size, tokens, tensor, element)
         if config.parallel.context > 1:
             working += mixer.context_bytes_needed(*_context_shape(config))
-        need = max(mlp, working - gone)
+        if "conv" in recomputed:
+            working += tokens * mixer.convolution_bytes_per_token(tensor, element)
+        need = max(mlp, working + again - gone)
         if config.training.recompute == "full":
             need += tokens * _layer_bytes(config, name)
         needs.append(need)

@@ -29,6 +29,7 @@ from mixtron.launch.loop import Progress, Run
 from mixtron.launch.memory import micro_batches
 from mixtron.launch.preflight import check_ranks
 from mixtron.launch.saver import Saver
+from mixtron.launch.self_test import check_kernels
 from mixtron.launch.signals import StopFlag
 from mixtron.megatron_ext.deepspeed_engine import build_deepspeed
 from mixtron.megatron_ext.errors import ConfigError
@@ -65,6 +66,8 @@ def prepare(
     on_first(ranks, lambda: refuse_full_disk(config))
     console = Console(soft_wrap=True, highlight=False)
     say = (lambda text: console.print(text, markup=False)) if ranks.is_first else lambda text: None
+    if said := check_kernels(config, device):
+        say(said)
     chunks = build_model(
         config.model,
         config.mixers,
@@ -73,6 +76,7 @@ def prepare(
         seed=training.seed,
         bf16=training.precision == "bf16",
         recompute=training.recompute == "full",
+        recomputed=training.recomputed,
         max_tokens=training.micro_batch_sequences * config.data.sequence_length,
     )
     if training.debug:

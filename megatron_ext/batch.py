@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -55,7 +56,10 @@ class Batch(PackedSeqParams):
         """`cu_seqlens` within this rank's tokens: from 0, although a document may have begun
         before, to T/cp, although one may go on after."""
         share = self.position_ids.shape[0]
-        return (self.cu_seqlens - self.context_rank * share).clamp(0, share)
+        if self.context_size == 1:
+            return self.cu_seqlens
+        first = self.context_rank * share
+        return self.once("local_cu_seqlens", lambda: (self.cu_seqlens - first).clamp(0, share))
 
     @property
     def rows(self) -> int:
@@ -103,12 +107,12 @@ def make_batch(
     """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"document lengths must be at least 1, found {lengths}")
-    ends = torch.tensor(lengths).cumsum(0)
-    total = int(ends[-1])
+    starts = torch.tensor([0, *accumulate(lengths)])
+    total = int(starts[-1])
     if total % context_size:
         raise ValueError(f"{total} tokens cannot be split over {context_size} context ranks")
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-    positions = torch.arange(total) - torch.repeat_interleave(starts[:-1], torch.tensor(lengths))
+    # By numpy: torch's repeat_interleave takes milliseconds, in which the GPU waits for the step.
+    positions = torch.from_numpy(np.arange(total) - np.repeat(starts[:-1].numpy(), lengths))
     share = total // context_size
     local = positions[context_rank * share : (context_rank + 1) * share]
     # Few distinct sizes, so that shape-specialised kernels are compiled only a few times.

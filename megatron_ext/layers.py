@@ -1,11 +1,14 @@
 """Pieces that mixers share: norms, the fused input projection, the short convolution."""
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -17,8 +20,9 @@ from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
-from mixtron.kernels.norms import rms_norm
-from mixtron.kernels.short_convolution import short_convolution
+from mixtron.kernels.norms import add_rms_norm, rms_norm
+from mixtron.kernels.short_convolution import short_convolution_parts
+from mixtron.kernels.swiglu import swiglu
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import rows_before
 from mixtron.megatron_ext.parameters import (
@@ -29,6 +33,7 @@ from mixtron.megatron_ext.parameters import (
     residual_std,
     uniform,
 )
+from mixtron.megatron_ext.recompute import computed_again
 from mixtron.megatron_ext.state_relay import Neighbours
 
 
@@ -44,7 +49,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = _of_channels(config, hidden_size, 1.0)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, added: Tensor | None = None) -> Any:
+        """With something to add: (hidden + added, its norm), in one kernel."""
+        if added is not None:
+            return add_rms_norm(hidden, added, self.weight, self.eps)
         return rms_norm(hidden, self.weight, self.eps)
 
 
@@ -75,6 +83,44 @@ def _of_channels(config: TransformerConfig, hidden_size: int, start: float) -> n
     parameter = declare(nn.Parameter(empty), constant(start))
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
+
+
+class ResidualLayer(TransformerLayer):
+    """h = x + mixer(norm(x)), then h + mlp(norm'(h)); the first sum and the second norm are one op.
+
+    For RMSNorm without dropout, as Megatron's layer computes it.
+    """
+
+    def forward(self, hidden_states: Tensor, packed_seq_params: Batch | None = None, **_):  # type: ignore[override]
+        normed = apply_module(self.input_layernorm)(hidden_states)
+        with self._normed_again(self.input_layernorm, hidden_states, normed):
+            mixed, bias = self.self_attention(normed, packed_seq_params=packed_seq_params)
+        if bias is not None:
+            mixed = mixed + bias
+        added, normed = apply_module(self.pre_mlp_layernorm)(mixed, hidden_states)
+        with self._normed_again(self.pre_mlp_layernorm, added, normed):
+            fed = apply_module(self.mlp)(normed)
+        options = (self.training, self.config.bias_dropout_fusion)
+        return self.mlp_bda(*options)(fed, added, self.hidden_dropout), None
+
+    def _normed_again(self, norm: Any, hidden: Tensor, normed: Tensor):
+        if "norm" not in self.config.recomputed:  # type: ignore[attr-defined]
+            return nullcontext()
+        return computed_again(lambda: (norm(hidden),), (normed,))
+
+
+class SwiGLUMLP(MLP):
+    """Megatron's MLP with SwiGLU in one kernel each way; its output may be computed again."""
+
+    def forward(self, hidden_TBD: Tensor, **_):  # type: ignore[override]
+        joined_TBF, bias = apply_module(self.linear_fc1)(hidden_TBD)
+        if bias is not None:
+            joined_TBF = joined_TBF + bias
+        active_TBF = swiglu(joined_TBF)
+        if "mlp_act" not in self.config.recomputed:  # type: ignore[attr-defined]
+            return apply_module(self.linear_fc2)(active_TBF)
+        with computed_again(lambda: (swiglu(joined_TBF),), (active_TBF,)):
+            return apply_module(self.linear_fc2)(active_TBF)
 
 
 class ParallelResidualLayer(TransformerLayer):
@@ -176,10 +222,14 @@ class FusedColumnParallel(ColumnParallelLinear):
             assert self.bias is not None
             declare(self.bias, constant(0.0), tensor_dim=0, components=components)
 
-    def forward(self, hidden_TBD: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """The local slice of every component, in order. Gathers the sequence under SP."""
+    def forward(self, hidden_TBD: Tensor, joined: int = 1) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """The local slice of every component, in order, the first `joined` of them as one tensor.
+
+        Gathers the sequence under SP.
+        """
         output, _ = super().forward(hidden_TBD)
-        return output.split(self.local_sizes, dim=-1)
+        sizes = self.local_sizes
+        return output.split([sum(sizes[:joined]), *sizes[joined:]], dim=-1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return {
@@ -242,12 +292,14 @@ class OutputProjection(RowParallelLinear):
 
 
 class _ReplaceFirst(torch.autograd.Function):
-    """A tensor with other first rows, in place."""
+    """A tensor with other first rows, in place unless it is a view of one that others share."""
 
     @staticmethod
     def forward(ctx, x, first):
-        ctx.mark_dirty(x)
         ctx.rows = len(first)
+        if x._is_view():
+            return torch.cat([first, x[ctx.rows :]])
+        ctx.mark_dirty(x)
         x[: ctx.rows] = first
         return x
 
@@ -283,6 +335,7 @@ class ShortConvolution(ShardedModule):
         self.cp_group = cp_group
         self.beside = Neighbours(cp_group) if relayed else None
         self.silu = silu
+        self.widths = tuple(size // tp_group.size() for size in components.values())
         bound = width**-0.5
         self.weight = self.new_parameter(
             (sum(components.values()) // tp_group.size(), width),
@@ -291,41 +344,34 @@ class ShortConvolution(ShardedModule):
             components=components,
         )
 
-    def forward(self, x_TBE: Any, batch: Batch) -> Any:
-        """Of one tensor, or of a list of the components, which stay tensors of their own."""
-        if isinstance(x_TBE, Tensor):
-            return self._separately([x_TBE], batch)[0]
-        return self._separately(x_TBE, batch)
+    def forward(self, x_TBE: Tensor, batch: Batch) -> Tensor:
+        return self._parts(x_TBE, batch, (x_TBE.shape[-1],))[0]
 
-    def _separately(self, parts_TBE: list[Tensor], batch: Batch) -> list[Tensor]:
-        sizes = [part.shape[-1] for part in parts_TBE]
-        weights, halo, position_T = (
-            self.weight.split(sizes),
-            self.weight.shape[1] - 1,
-            batch.position_ids,
+    def components(self, x_TBE: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+        """`forward`, each component a tensor of its own."""
+        return self._parts(x_TBE, batch, self.widths)
+
+    def _parts(self, x_TBE: Tensor, batch: Batch, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        halo, position_T = self.weight.shape[1] - 1, batch.position_ids
+        convolve = partial(
+            short_convolution_parts, weight_EW=self.weight, widths=widths, silu=self.silu
         )
         if batch.context_size == 1 or halo == 0:
-            return [
-                short_convolution(part, weight, position_T, silu=self.silu)
-                for part, weight in zip(parts_TBE, weights, strict=True)
-            ]
+            return convolve(x_TBE, position_T=position_T)
         # As if the share began a document; then its first tokens anew, with those before them.
         own_T = torch.arange(len(position_T), device=position_T.device).minimum(position_T)
         first_T = F.pad(position_T[:halo], (halo, 0))
-        before = self._rows_before(parts_TBE, halo).split(sizes, dim=-1)
-        convolved = []
-        for part, weight, rows in zip(parts_TBE, weights, before, strict=True):
-            y_TBE = short_convolution(part, weight, own_T, silu=self.silu)
-            first = torch.cat([rows, part[:halo]])
-            first = short_convolution(first, weight, first_T, silu=self.silu)[halo:]
-            convolved.append(_ReplaceFirst.apply(y_TBE, first))
-        return convolved
+        first_TBE = torch.cat([self._rows_before(x_TBE[-halo:], halo), x_TBE[:halo]])
+        firsts = convolve(first_TBE, position_T=first_T)
+        return tuple(
+            _ReplaceFirst.apply(y_TBE, first[halo:])
+            for y_TBE, first in zip(convolve(x_TBE, position_T=own_T), firsts, strict=True)
+        )
 
-    def _rows_before(self, parts_TBE: list[Tensor], halo: int) -> Tensor:
-        last = torch.cat([part[-halo:] for part in parts_TBE], dim=-1)
+    def _rows_before(self, last_TBE: Tensor, halo: int) -> Tensor:
         if self.beside is not None:
-            return self.beside.rows_before(last, halo)
-        return rows_before(last, halo, self.cp_group)
+            return self.beside.rows_before(last_TBE, halo)
+        return rows_before(last_TBE, halo, self.cp_group)
 
     def tail(self, x_TBE: Tensor) -> Tensor:
         """The inputs [B, width - 1, E] that the next tokens still reach; zeros before the first."""

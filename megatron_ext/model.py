@@ -6,7 +6,7 @@ The only file that knows the model class and Megatron's names for its options.
 import copy
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,12 +27,19 @@ from torch import Tensor, nn
 
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.config import ModelConfig, ParallelConfig
-from mixtron.megatron_ext.layers import LayerNorm, ParallelResidualLayer, RMSNorm
+from mixtron.megatron_ext.layers import (
+    LayerNorm,
+    ParallelResidualLayer,
+    ResidualLayer,
+    RMSNorm,
+    SwiGLUMLP,
+)
 from mixtron.megatron_ext.mixers import mixer_module
 from mixtron.megatron_ext.mixers.base import MixerConfig
 from mixtron.megatron_ext.output_layer import OutputLayer, used_entries
 from mixtron.megatron_ext.parallel import Ranks
 from mixtron.megatron_ext.parameters import constant, declare, initialise, normal, residual_std
+from mixtron.megatron_ext.recompute import Part
 
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # deprecation note
 
@@ -46,6 +53,7 @@ def transformer_config(
     *,
     bf16: bool,
     recompute: bool,
+    recomputed: Collection[Part] = (),
     num_attention_heads: int = 1,
 ) -> TransformerConfig:
     """Megatron's options for this model. Attention heads belong to the mixers, not to it."""
@@ -80,8 +88,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        # The fused GELU is the one by tanh, which is another function.
-        bias_activation_fusion=on_gpu and model.mlp == "swiglu",
+        bias_activation_fusion=False,
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
@@ -92,6 +99,7 @@ def transformer_config(
         batch_p2p_comm=parallel.virtual_pipeline == 1,
     )
     config.variable_seq_lengths = False
+    config.recomputed = frozenset(recomputed)  # type: ignore[attr-defined]
     return config
 
 
@@ -104,14 +112,19 @@ def build_model(
     seed: int,
     bf16: bool,
     recompute: bool = False,
+    recomputed: Collection[Part] = (),
     max_tokens: int,
 ) -> list[GPTModel]:
     """This rank's model chunks (one, or `virtual_pipeline` of them), initialised.
 
     Args:
+        recompute: every layer in backward, of which its input alone is kept.
+        recomputed: parts of layers instead.
         max_tokens: tokens in a flattened micro-batch.
     """
-    config = transformer_config(model, parallel, bf16=bf16, recompute=recompute)
+    config = transformer_config(
+        model, parallel, bf16=bf16, recompute=recompute, recomputed=recomputed
+    )
     chunks: list[GPTModel] = []
     for stage in range(parallel.virtual_pipeline):
         vp_stage: Any = stage if parallel.virtual_pipeline > 1 else None
@@ -131,8 +144,12 @@ def build_model(
             pg_collection=ranks.groups,
             vp_stage=vp_stage,
         )
+        # Megatron makes these itself; ours have the same parameters and other operations.
+        if model.mlp == "swiglu":
+            layers: Any = chunk.decoder.layers
+            for layer in layers:
+                layer.mlp.__class__ = SwiGLUMLP
         if chunk.post_process:
-            # Megatron makes the layer itself; ours has the same parameters and a loss of its own.
             chunk.output_layer.__class__ = OutputLayer  # type: ignore[assignment]
         _declare_library_parameters(chunk, model)
         if model.norm == "none":
@@ -160,6 +177,8 @@ def _layer_specs(
         spec: Any = copy.deepcopy(base)
         if model.parallel_residual:
             spec.module = ParallelResidualLayer
+        elif model.norm == "rmsnorm" and model.dropout == 0:
+            spec.module = ResidualLayer
         spec.submodules.self_attention = ModuleSpec(
             module=mixer_module(mixer.type),
             params={"mixer": mixer},

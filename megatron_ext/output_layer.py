@@ -38,7 +38,7 @@ class OutputLayer(ColumnParallelLinear):
         group: Any = self.tp_group
         rank, entries = group.rank(), weight_VD.shape[0]
         loss_T = linear_cross_entropy(
-            hidden_TBD[:, 0],
+            hidden_TBD.squeeze(1),
             weight_VD,
             labels_BT[0] - rank * entries,
             used=used_entries(entries, vocab_size, rank),

@@ -70,7 +70,7 @@ def delta_rule_chunk(
     return torch.cat(outputs, dim=1), state_BJKV
 
 
-def delta_rule_segment_map(
+def segment_map_chunk(
     k_BTHK: Tensor,
     v_BTJV: Tensor,
     log_decay_BTJ: Tensor | None,
@@ -81,11 +81,7 @@ def delta_rule_segment_map(
     cu_seqlens: Tensor | None = None,
     chunk_length: int = CHUNK_LENGTH,
 ) -> tuple[Tensor, Tensor]:
-    """What a stretch of tokens does to the state before it: S_after = M S_before + h.
-
-    Arguments as for `delta_rule`. A rank that holds the stretch sends M [B, J, K, K] and
-    h [B, J, K, V] (fp32; fp64 for fp64 inputs) to those after it, whatever T is.
-    """
+    """Arguments and results of `delta_rule_segment_map`."""
     B, J = k_BTHK.shape[0], v_BTJV.shape[2]
     log_decay_BTJ = _with_resets(log_decay_BTJ, eta_BTJ, cu_seqlens)
     segment_tokens = chunk_length * max(1, SEGMENT_CHUNKS // (B * J))

@@ -4,10 +4,10 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from mixtron.kernels.delta_rule.chunk import delta_rule_chunk
+from mixtron.kernels.delta_rule.chunk import delta_rule_chunk, segment_map_chunk
 from mixtron.kernels.delta_rule.decode import StepSize
 from mixtron.kernels.delta_rule.reference import delta_rule_reference
-from mixtron.kernels.delta_rule.triton_op import delta_rule_triton
+from mixtron.kernels.delta_rule.triton_op import delta_rule_triton, segment_map_triton
 from mixtron.kernels.recurrence import check_documents, check_gate, check_inputs, check_rows
 
 Backend = Literal["chunk", "triton", "reference"]
@@ -98,3 +98,24 @@ def delta_rule(
         cu_seqlens=cu_seqlens,
         **({"rows": rows} if backend == "triton" else {}),
     )
+
+
+def delta_rule_segment_map(
+    k_BTHK: Tensor,
+    v_BTJV: Tensor,
+    log_decay_BTJ: Tensor | None,
+    eta_BTJ: Tensor,
+    *,
+    step_size: StepSize,
+    eps: float = 1e-6,
+    cu_seqlens: Tensor | None = None,
+    backend: Literal["chunk", "triton"] = "chunk",
+) -> tuple[Tensor, Tensor]:
+    """What a stretch of tokens does to the state before it: S_after = M S_before + h.
+
+    Arguments as for `delta_rule`. A rank that holds the stretch sends M [B, J, K, K] and
+    h [B, J, K, V] (fp32; fp64 for fp64 inputs) to those after it, whatever T is.
+    """
+    form = segment_map_triton if backend == "triton" else segment_map_chunk
+    options = {"step_size": step_size, "eps": eps, "cu_seqlens": cu_seqlens}
+    return form(k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ, **options)

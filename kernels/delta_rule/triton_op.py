@@ -12,42 +12,20 @@ import triton
 from torch import Tensor
 
 from mixtron.kernels.delta_rule.decode import StepSize
-from mixtron.kernels.delta_rule.triton_backward import gradient_kernel, reverse_scan_kernel
+from mixtron.kernels.delta_rule.triton_backward import reverse_scan_kernel
 from mixtron.kernels.delta_rule.triton_forward import prepare_kernel, scan_kernel
-from mixtron.kernels.recurrence import document_starts
+from mixtron.kernels.delta_rule.triton_gradient import gradient_kernel, pairs_kernel
+from mixtron.kernels.delta_rule.triton_plan import launch_plan
+from mixtron.kernels.launching import Launched
+from mixtron.kernels.recurrence import document_numbers
 from mixtron.kernels.triton_tools import check_takes, product_dtype
 
+launch_prepare, launch_scan = Launched(prepare_kernel), Launched(scan_kernel)
+launch_reverse_scan, launch_pairs = Launched(reverse_scan_kernel), Launched(pairs_kernel)
+launch_gradient = Launched(gradient_kernel)
 CHUNK_LENGTH = 64
 STATE_EVERY = 2
 """A state, and its gradient, is kept of every second chunk; the one between is computed again."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How one kernel is cut and launched."""
-
-    block_v: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    prepare_warps: int
-    scan: Launch
-    reverse: Launch
-    gradient: Launch
-
-
-def launch_plan() -> Plan:
-    """The fastest of those measured on an H200 that were right; no search at run time, which would
-    let ranks differ."""
-    return Plan(
-        prepare_warps=4,
-        scan=Launch(block_v=64, warps=4, stages=1),
-        reverse=Launch(block_v=64, warps=4, stages=3),
-        gradient=Launch(block_v=128, warps=8, stages=1),
-    )
 
 
 def delta_rule_triton(
@@ -76,13 +54,40 @@ def delta_rule_triton(
     inputs = [q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ]
     initial = initial_state_BJKV
     if rows > 1:
-        # Nothing passes from row to row: one program each instead of one for all.
-        inputs = [None if x is None else x[0].unflatten(0, (rows, -1)) for x in inputs]
+        # Nothing passes from row to row: one program each instead of one for all. By views whose
+        # gradient is a view too; that of x[0] is a copy in zeros.
+        inputs = [None if x is None else x.reshape(rows, -1, *x.shape[2:]) for x in inputs]
         initial = None if initial is None else F.pad(initial, (0,) * 7 + (rows - 1,))
     o_BTJV, state_BJKV = _DeltaRule.apply(*inputs, initial, cu_seqlens, options)  # type: ignore[misc]
     if rows > 1:
-        o_BTJV, state_BJKV = o_BTJV.flatten(0, 1)[None], state_BJKV[-1:]
+        o_BTJV, state_BJKV = o_BTJV.flatten(0, 1).unsqueeze(0), state_BJKV[-1:]
     return o_BTJV, state_BJKV
+
+
+def segment_map_triton(
+    k_BTHK: Tensor,
+    v_BTJV: Tensor,
+    log_decay_BTJ: Tensor | None,
+    eta_BTJ: Tensor,
+    *,
+    step_size: StepSize,
+    eps: float = 1e-6,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results of `delta_rule_segment_map`, where `delta_rule_triton` can run.
+
+    The states' columns do not know of each other: from the state [0 | I] and the values [v | 0] the
+    scan ends with [h | M].
+    """
+    check_takes(k_BTHK, v_BTJV, "k_BTHK")
+    K, V = k_BTHK.shape[3], v_BTJV.shape[3]
+    B, J = v_BTJV.shape[0], v_BTJV.shape[2]
+    identity_KK = torch.eye(K, dtype=torch.float32, device=k_BTHK.device)
+    initial_BJKE = F.pad(identity_KK, (V, 0)).expand(B, J, K, V + K)
+    inputs = (k_BTHK.detach(), k_BTHK, F.pad(v_BTJV, (0, K)), log_decay_BTJ, eta_BTJ, initial_BJKE)
+    _, map_BJKE = _DeltaRule.apply(*inputs, cu_seqlens, Options(step_size, eps, 1.0))  # type: ignore[misc]
+    h_BJKV, M_BJKK = map_BJKE.split([V, K], dim=-1)
+    return M_BJKK, h_BJKV
 
 
 @dataclass(frozen=True)
@@ -99,9 +104,7 @@ class _DeltaRule(torch.autograd.Function):
         log_decay = None if log_decay is None else log_decay.contiguous()
         document_T = None
         if cu_seqlens is not None:
-            document_T = document_starts(cu_seqlens, q.shape[0] * q.shape[1]).cumsum(
-                0, dtype=torch.int32
-            )
+            document_T = document_numbers(cu_seqlens, q.shape[0] * q.shape[1])
         prepared = prepare(q, k, log_decay, eta, document_T, options)
         training = any(ctx.needs_input_grad)
         o, final, U, states = scan(q, k, v, prepared, initial, training)
@@ -138,7 +141,8 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
     X_BJTC, P_BJTC = k.new_empty(B, J, N * C, C), k.new_empty(B, J, N * C, C)
     rows_4BJT = k.new_empty(4, B, J, N * C, dtype=torch.float32)
     across_BJN = k.new_empty(B, J, N, dtype=torch.float32)
-    prepare_kernel[(N, B * J)](
+    launch_prepare(
+        (N, B * J),
         q,
         k,
         log_decay,
@@ -156,7 +160,7 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
         HAS_DECAY=log_decay is not None,
         HAS_DOCUMENTS=document_T is not None,
         **shape_of(k, J),
-        num_warps=launch_plan().prepare_warps,
+        num_warps=launch_plan(k.device).prepare_warps,
     )
     return X_BJTC, P_BJTC, rows_4BJT, across_BJN
 
@@ -165,15 +169,16 @@ def scan(q, k, v, prepared, initial, training: bool):
     """o, the final state, and for backward U and every second state."""
     (B, T, _, K), (J, V) = k.shape, v.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
-    plan = launch_plan().scan
-    block_v = min(plan.block_v, V)
+    plan = launch_plan(k.device).scan
+    block_v = math.gcd(plan.block_v, V)
     o_BTJV = torch.empty_like(v)
     final_BJKV = v.new_empty(B, J, K, V, dtype=torch.float32)
     U_BTJV = states_BJNKV = None
     if training:
         U_BTJV = torch.empty_like(v)
         states_BJNKV = v.new_empty(B, J, triton.cdiv(N, STATE_EVERY), K, V)
-    scan_kernel[(V // block_v, B * J)](
+    launch_scan(
+        (V // block_v, B * J),
         q,
         k,
         v,
@@ -202,12 +207,13 @@ def reverse_scan(q, k, do, prepared, dfinal):
     """The gradients of v, of every second state and of the initial one."""
     (B, T, _, K), (J, V) = k.shape, do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
-    plan = launch_plan().reverse
-    block_v = min(plan.block_v, V)
+    plan = launch_plan(k.device).reverse
+    block_v = math.gcd(plan.block_v, V)
     dv_BTJV = torch.empty_like(do)
     dstates_BJNKV = do.new_empty(B, J, triton.cdiv(N, STATE_EVERY), K, V)
     dinitial_BJKV = do.new_empty(B, J, K, V, dtype=torch.float32)
-    reverse_scan_kernel[(V // block_v, B * J)](
+    launch_reverse_scan(
+        (V // block_v, B * J),
         q,
         k,
         do,
@@ -232,43 +238,77 @@ def reverse_scan(q, k, do, prepared, dfinal):
 
 def gradient(q, k, U, do, dv, log_decay, eta, document_T, prepared, states, dstates, options):
     """The gradients of q, k, the log decay (None without) and eta."""
-    _, _, *factors = prepared
+    _, _, rows_4BJT, across_BJN = prepared
     (B, T, H, K), (J, V) = k.shape, U.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
-    plan = launch_plan().gradient
-    block_v = min(plan.block_v, V)
-    dq_BTJK, dk_BTJK = q.new_empty(B, T, J, K), k.new_empty(B, T, J, K)
-    dlog_decay_BTJ = None if log_decay is None else torch.empty_like(log_decay)
+    plan = launch_plan(k.device)
+    shape = shape_of(k, J)
+    documents = document_T is not None
+    dP_BJTC, dM_BJTC = k.new_empty(2, B, J, N * CHUNK_LENGTH, CHUNK_LENGTH)
+    pull_BJT = rows_4BJT.new_empty(B, J, N * CHUNK_LENGTH)
     deta_BTJ = torch.empty_like(eta)
-    gradient_kernel[(N, B * J)](
-        q,
-        k,
+    launch_pairs(
+        (N, B * J),
         U,
         do,
         dv,
         log_decay,
         eta,
         document_T,
-        *factors,
-        states,
-        dstates,
-        dq_BTJK,
-        dk_BTJK,
-        dlog_decay_BTJ,
+        rows_4BJT,
+        dP_BJTC,
+        dM_BJTC,
+        pull_BJT,
         deta_BTJ,
         options.scale,
         T,
-        B * J * N * CHUNK_LENGTH,
+        rows_4BJT[0].numel(),
+        J=J,
         V=V,
-        BLOCK_V=block_v,
-        STATE_EVERY=STATE_EVERY,
+        BLOCK_V=math.gcd(128, V),
+        C=CHUNK_LENGTH,
         STEP_SIZE=options.step_size,
         HAS_DECAY=log_decay is not None,
-        HAS_DOCUMENTS=document_T is not None,
-        **shape_of(k, J),
-        num_warps=plan.warps,
-        num_stages=plan.stages,
+        HAS_DOCUMENTS=documents,
+        PRODUCT=shape["PRODUCT"],
+        num_warps=plan.pairs_warps,
     )
+    block_k, block_v = min(plan.gradient.block_k, K), math.gcd(plan.gradient.block_v, V)
+    parts = K // block_k
+    dq_BTJK, dk_BTJK = q.new_empty(B, T, J, K), k.new_empty(B, T, J, K)
+    dlog_decay_PBTJ = None if log_decay is None else log_decay.new_empty(parts, B, T, J)
+    launch_gradient(
+        (N * parts, B * J),
+        q,
+        k,
+        U,
+        do,
+        dv,
+        document_T,
+        rows_4BJT,
+        across_BJN,
+        states,
+        dstates,
+        dP_BJTC,
+        dM_BJTC,
+        pull_BJT,
+        dq_BTJK,
+        dk_BTJK,
+        dlog_decay_PBTJ,
+        T,
+        N,
+        rows_4BJT[0].numel(),
+        V=V,
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        STATE_EVERY=STATE_EVERY,
+        HAS_DECAY=log_decay is not None,
+        HAS_DOCUMENTS=documents,
+        **shape,
+        STAGES=plan.gradient.stages,
+        num_warps=plan.gradient.warps,
+    )
+    dlog_decay_BTJ = None if dlog_decay_PBTJ is None else dlog_decay_PBTJ.sum(0)
     return _to_key_heads(dq_BTJK, H), _to_key_heads(dk_BTJK, H), dlog_decay_BTJ, deta_BTJ
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixtron.kernels.norms.triton_op import norm_triton
+from mixtron.kernels.norms.triton_op import add_norm_triton, norm_triton
 from mixtron.kernels.triton_tools import Form, form_for
 
 
@@ -35,6 +35,23 @@ def rms_norm(
         return norm_triton(x, weight_N, gate, eps, "rms")
     y = F.rms_norm(x, weight_N.shape, weight_N, eps)
     return y if gate is None else y * F.silu(gate)
+
+
+def add_rms_norm(
+    x: Tensor, added: Tensor, weight_N: Tensor, eps: float, *, backend: Form | None = None
+) -> tuple[Tensor, Tensor]:
+    """(x + added, `rms_norm` of it), both in x's dtype: a residual stream and what a layer reads.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a dtype that the form cannot take.
+    """
+    if added.shape != x.shape or added.dtype != x.dtype or weight_N.shape != x.shape[-1:]:
+        shapes = [(list(t.shape), t.dtype) for t in (x, added, weight_N)]
+        raise ValueError(f"x, what is added and the weight do not fit: {shapes}")
+    if form_for(x, backend) == "triton":
+        return add_norm_triton(x, added, weight_N, eps)
+    total = x + added
+    return total, F.rms_norm(total, weight_N.shape, weight_N, eps)
 
 
 def unit_norm(x: Tensor, eps: float = 1e-12, *, backend: Form | None = None) -> Tensor:

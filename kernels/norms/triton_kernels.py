@@ -7,6 +7,9 @@ Backward computes r again from x. With n = dy w s(z):
 
     dx = r (n - x^ mean(n x^)), or r (n - x^ sum(n x^))
     dw = sum over rows of dy s(z) x^,   dz = dy x^ w s'(z)
+
+With something to add, x is x + added, rounded to its dtype and written to `total`; backward adds
+the gradient that reaches `total` from elsewhere to dx, which is that of both terms.
 """
 
 import triton
@@ -34,6 +37,8 @@ def forward_kernel(
     x,
     weight,
     gate,
+    added,
+    total,
     y,
     rows,
     x_group,
@@ -48,12 +53,19 @@ def forward_kernel(
     KIND: tl.constexpr,
     WEIGHTED: tl.constexpr,
     GATED: tl.constexpr,
+    ADDED: tl.constexpr,
 ):
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column_N = tl.arange(0, BLOCK_N)
     inside_RN = (row_R < rows)[:, None] & (column_N < N)[None, :]
     pointers = x + _base(row_R, x_group, x_row, J)[:, None] + column_N[None, :]
     x_RN = tl.load(pointers, inside_RN, 0.0).to(tl.float32)
+    dense = row_R.to(tl.int64)[:, None] * N + column_N[None, :]
+    if ADDED:
+        x_RN += tl.load(added + dense, inside_RN, 0.0).to(tl.float32)
+        total_RN = x_RN.to(total.dtype.element_ty)
+        tl.store(total + dense, total_RN, inside_RN)
+        x_RN = total_RN.to(tl.float32)
     y_RN = x_RN * _inverse_norm(x_RN, eps, N, KIND)[:, None]
     if WEIGHTED:
         w_N = tl.load(weight + column_N, column_N < N, 0.0).to(tl.float32)
@@ -62,8 +74,7 @@ def forward_kernel(
         pointers = gate + _base(row_R, gate_group, gate_row, J)[:, None] + column_N[None, :]
         z_RN = tl.load(pointers, inside_RN, 0.0).to(tl.float32)
         y_RN = y_RN * z_RN * tl.sigmoid(z_RN)
-    pointers = y + row_R.to(tl.int64)[:, None] * N + column_N[None, :]
-    tl.store(pointers, y_RN.to(y.dtype.element_ty), inside_RN)
+    tl.store(y + dense, y_RN.to(y.dtype.element_ty), inside_RN)
 
 
 @triton.jit
@@ -72,6 +83,7 @@ def backward_kernel(
     weight,
     gate,
     dy,
+    dtotal,
     dx,
     dgate,
     partial_PN,
@@ -91,6 +103,7 @@ def backward_kernel(
     KIND: tl.constexpr,
     WEIGHTED: tl.constexpr,
     GATED: tl.constexpr,
+    ADDED: tl.constexpr,
 ):
     """`strip` rows; their part of the weight's gradient into the program's row of partial_PN."""
     column_N = tl.arange(0, BLOCK_N)
@@ -127,6 +140,8 @@ def backward_kernel(
             # A row shorter than eps is divided by a constant.
             along_R = tl.where(r_R * eps < 1, along_R, 0.0)
         dx_RN = r_R[:, None] * (dy_RN - unit_RN * along_R[:, None])
+        if ADDED:
+            dx_RN += tl.load(dtotal + out, inside_RN, 0.0).to(tl.float32)
         tl.store(dx + out, dx_RN.to(dx.dtype.element_ty), inside_RN)
     if WEIGHTED:
         tl.store(partial_PN + tl.program_id(0) * N + column_N, dw_N, column_N < N)

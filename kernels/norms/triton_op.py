@@ -7,12 +7,16 @@ import torch
 import triton
 from torch import Tensor
 
+from mixtron.kernels.launching import Launched
 from mixtron.kernels.norms.triton_kernels import backward_kernel, forward_kernel
 
 TILE_ELEMENTS = 4096
 MAX_WIDTH = 16384
 STRIPS = 1024
 """Programs of a backward at most; each sums its rows' part of the weight's gradient."""
+
+
+forward_rows, backward_rows = Launched(forward_kernel), Launched(backward_kernel)
 
 
 def norm_triton(
@@ -24,67 +28,105 @@ def norm_triton(
     return _Norm.apply(x, weight_N, gate, eps, kind)  # type: ignore[return-value]
 
 
+def add_norm_triton(x: Tensor, added: Tensor, weight_N: Tensor, eps: float) -> tuple:
+    """`add_rms_norm`. Raises ValueError for too wide rows."""
+    if x.shape[-1] > MAX_WIDTH:
+        raise ValueError(f"x {list(x.shape)}: the triton form takes rows up to {MAX_WIDTH} wide")
+    return _AddNorm.apply(x, added, weight_N, eps)  # type: ignore[return-value]
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_N, gate, eps, kind):
         ctx.save_for_backward(x, weight_N, gate)
         ctx.eps, ctx.kind = eps, kind
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if y.numel() == 0:
-            return y
-        x_RJN, gate_RJN = _rows(x), _rows(gate)
-        shape = _shape(x_RJN, gate_RJN, weight_N, kind)
-        rows = x_RJN.shape[0] * x_RJN.shape[1]
-        forward_kernel[(triton.cdiv(rows, shape["ROWS"]),)](
+        return normalise(x, weight_N, gate, eps, kind)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[override]
+        return *gradients(*ctx.saved_tensors, dy, ctx.eps, ctx.kind), None, None
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, added, weight_N, eps):
+        total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        y = normalise(x, weight_N, None, eps, "rms", added.contiguous(), total)
+        ctx.save_for_backward(total, weight_N)
+        ctx.eps = eps
+        return total, y
+
+    @staticmethod
+    def backward(ctx, dtotal, dy):  # type: ignore[override]
+        total, weight_N = ctx.saved_tensors
+        dtotal = dtotal.contiguous()
+        dx, dweight_N, _ = gradients(total, weight_N, None, dy, ctx.eps, "rms", dtotal)
+        return dx, dx, dweight_N, None
+
+
+def normalise(x, weight_N, gate, eps: float, kind: str, added=None, total=None) -> Tensor:
+    """y; fills `total` where something is added."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    x_RJN, gate_RJN = _rows(x), _rows(gate)
+    shape = _shape(x_RJN, gate_RJN, weight_N, kind, added)
+    rows = x_RJN.shape[0] * x_RJN.shape[1]
+    forward_rows(
+        (triton.cdiv(rows, shape["ROWS"]),),
+        x_RJN,
+        weight_N,
+        gate_RJN,
+        added,
+        total,
+        y,
+        rows,
+        *_strides(x_RJN),
+        *_strides(gate_RJN),
+        eps,
+        **shape,
+        num_warps=_warps(shape),
+    )
+    return y
+
+
+def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None) -> tuple:
+    """Of x, the weight and the gate; None where they are."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dgate = None if gate is None else torch.empty_like(dx)
+    x_RJN, gate_RJN, dy_RJN = _rows(x), _rows(gate), _rows(dy)
+    shape = _shape(x_RJN, gate_RJN, weight_N, kind, dtotal)
+    rows = x_RJN.shape[0] * x_RJN.shape[1]
+    # A multiple of the tile, so that which rows a program sums depends on their number alone.
+    strip = triton.cdiv(triton.cdiv(rows, STRIPS), shape["ROWS"]) * shape["ROWS"]
+    programs = triton.cdiv(rows, max(strip, 1))
+    partial_PN = None
+    if weight_N is not None:
+        partial_PN = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
+    if rows:
+        backward_rows(
+            (programs,),
             x_RJN,
             weight_N,
             gate_RJN,
-            y,
+            dy_RJN,
+            dtotal,
+            dx,
+            dgate,
+            partial_PN,
             rows,
+            strip,
             *_strides(x_RJN),
             *_strides(gate_RJN),
+            *_strides(dy_RJN),
             eps,
             **shape,
             num_warps=_warps(shape),
         )
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]
-        x, weight_N, gate = ctx.saved_tensors
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        dgate = None if gate is None else torch.empty_like(dx)
-        x_RJN, gate_RJN, dy_RJN = _rows(x), _rows(gate), _rows(dy)
-        shape = _shape(x_RJN, gate_RJN, weight_N, ctx.kind)
-        rows = x_RJN.shape[0] * x_RJN.shape[1]
-        # A multiple of the tile, so that which rows a program sums depends on their number alone.
-        strip = triton.cdiv(triton.cdiv(rows, STRIPS), shape["ROWS"]) * shape["ROWS"]
-        programs = triton.cdiv(rows, max(strip, 1))
-        partial_PN = None
-        if weight_N is not None:
-            partial_PN = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-        if rows:
-            backward_kernel[(programs,)](
-                x_RJN,
-                weight_N,
-                gate_RJN,
-                dy_RJN,
-                dx,
-                dgate,
-                partial_PN,
-                rows,
-                strip,
-                *_strides(x_RJN),
-                *_strides(gate_RJN),
-                *_strides(dy_RJN),
-                ctx.eps,
-                **shape,
-                num_warps=_warps(shape),
-            )
-        dweight_N = None
-        if partial_PN is not None:
-            dweight_N = partial_PN.sum(0).to(weight_N.dtype)
-        return dx, dweight_N, dgate, None, None
+    dweight_N = None
+    if partial_PN is not None:
+        dweight_N = partial_PN.sum(0).to(weight_N.dtype)
+    return dx, dweight_N, dgate
 
 
 def _rows(x: Tensor | None) -> Tensor | None:
@@ -102,7 +144,7 @@ def _strides(x_RJN: Tensor | None) -> tuple[int, int]:
     return (0, 0) if x_RJN is None else (x_RJN.stride(0), x_RJN.stride(1))
 
 
-def _shape(x_RJN: Tensor, gate_RJN, weight_N, kind: str) -> dict:
+def _shape(x_RJN: Tensor, gate_RJN, weight_N, kind: str, added) -> dict:
     """What the kernels are compiled for."""
     J, N = x_RJN.shape[1:]
     block = triton.next_power_of_2(N)
@@ -116,6 +158,7 @@ def _shape(x_RJN: Tensor, gate_RJN, weight_N, kind: str) -> dict:
         "KIND": kind,
         "WEIGHTED": weight_N is not None,
         "GATED": gate_RJN is not None,
+        "ADDED": added is not None,
     }
 
 

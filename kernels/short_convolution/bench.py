@@ -2,18 +2,18 @@
 
 import itertools
 import sys
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mixtron.kernels.measure import forward_and_backward, table, time_ms, versions
 from mixtron.kernels.short_convolution import short_convolution
-from mixtron.kernels.short_convolution.triton_op import Launch, convolve, gradients, slopes
+from mixtron.kernels.short_convolution.triton_op import Launch, convolve, gradients
 from mixtron.kernels.triton_tools import Form
 
-TOKENS, CHANNELS, JOINED, WIDTH = 32768, 1024, 4112, 4
-"""The convolution of one of q, k and v, a slice of the fused projection's output."""
+TOKENS, CHANNELS, JOINED, WIDTH = 32768, 3072, 4112, 4
+"""The convolution of q, k and v, a slice of the fused projection's output."""
 
 
 def make_inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -53,21 +53,18 @@ def compare() -> None:
 def sweep() -> None:
     """Tiles and strips of the kernels, fastest first."""
     x_TBE, weight_EW, position_T = (x.detach() for x in make_inputs())
-    shape = (TOKENS, 1, CHANNELS)
-    y_TBE, dy_TBE = (torch.randn(shape, device="cuda").bfloat16() for _ in "yd")
+    dy_TBE = torch.randn((TOKENS, 1, CHANNELS), device="cuda").bfloat16()
+    inputs, part = (x_TBE, weight_EW, position_T), ((CHANNELS,), True)
     rows = []
-    for block_t, block_e, warps in itertools.product((16, 32, 64), (32, 64, 128), (1, 2, 4)):
+    for block_t, block_e, warps in itertools.product((16, 32), (64, 128), (2, 4)):
         launch = Launch(block_t, block_e, warps)
-        forms: dict[str, Callable] = {
-            "fwd": lambda p=launch: convolve(x_TBE, weight_EW, position_T, y_TBE, True, p),
-            "slope": lambda p=launch: slopes(x_TBE, weight_EW, position_T, dy_TBE, p),
-        }
+        run = partial(convolve, *inputs, *part, launch)
+        rows.append(("fwd", block_t, block_e, warps, time_ms(run, 2, 5)))
+    for block_e, warps in ((64, 1), (128, 1), (256, 1), (256, 2)):
         for strips in (128, 256, 512, 1024):
-            forms[f"bwd of {strips} strips"] = lambda p=launch, s=strips: gradients(
-                x_TBE, weight_EW, position_T, dy_TBE, p, s
-            )
-        for name, run in forms.items():
-            rows.append((name, block_t, block_e, warps, time_ms(run, 2, 5)))
+            launch = Launch(1, block_e, warps)
+            run = partial(gradients, *inputs, (dy_TBE,), *part, launch, strips)
+            rows.append((f"bwd of {strips} strips", 1, block_e, warps, time_ms(run, 2, 5)))
     rows.sort(key=lambda row: (row[0][:3], row[-1]))
     print(table(("kernel", "tokens", "channels", "warps", "ms"), rows))
 

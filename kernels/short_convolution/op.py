@@ -32,11 +32,29 @@ def short_convolution(
     Raises:
         ValueError: shapes that do not fit, or a dtype that the form cannot take.
     """
+    widths = (x_TBE.shape[-1],)
+    return short_convolution_parts(
+        x_TBE, weight_EW, position_T, widths, silu=silu, backend=backend
+    )[0]
+
+
+def short_convolution_parts(
+    x_TBE: Tensor,
+    weight_EW: Tensor,
+    position_T: Tensor,
+    widths: tuple[int, ...],
+    *,
+    silu: bool = False,
+    backend: Form | None = None,
+) -> tuple[Tensor, ...]:
+    """`short_convolution`, split along E into parts of these widths; Triton's are dense each."""
     if x_TBE.dim() != 3 or weight_EW.shape[:1] != x_TBE.shape[2:]:
         raise ValueError(f"weight {list(weight_EW.shape)} does not fit x {list(x_TBE.shape)}")
     if position_T.shape != x_TBE.shape[:1]:
         raise ValueError(f"position {list(position_T.shape)} does not fit x {list(x_TBE.shape)}")
+    if sum(widths) != x_TBE.shape[2]:
+        raise ValueError(f"widths {widths} do not sum to x's {x_TBE.shape[2]} channels")
     if form_for(x_TBE, backend) == "triton":
-        return short_convolution_triton(x_TBE, weight_EW, position_T, silu=silu)
+        return short_convolution_triton(x_TBE, weight_EW, position_T, widths, silu=silu)
     y_TBE = short_convolution_shifted(x_TBE, weight_EW, position_T)
-    return F.silu(y_TBE) if silu else y_TBE
+    return (F.silu(y_TBE) if silu else y_TBE).split(widths, dim=-1)

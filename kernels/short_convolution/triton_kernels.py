@@ -2,11 +2,16 @@
 
     z_t = sum over i < W of w_i x_{t-i} [position_t >= i],   y = z, or z sigmoid(z)
 
-Backward computes z again from x for dz = dy s'(z), rounded to x's dtype, and then
+Backward computes z again from x for dz = dy s'(z), and then
 
     dx_s = sum over i of w_i dz_{s+i} [position_{s+i} >= i]
     dw_i = sum over s of x_s dz_{s+i} [position_{s+i} >= i]
 """
+
+# A jit function's result looks like that of the compiler's stub.
+# pyright: reportGeneralTypeIssues=false
+# Triton adds tuples and does not unpack them.
+# ruff: noqa: RUF005
 
 import triton
 import triton.language as tl
@@ -32,13 +37,27 @@ def _convolved(
 
 
 @triton.jit
+def _part(column, END_0: tl.constexpr, END_1: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of the part that a column lies in: its number, first column and width."""
+    number = tl.where(column >= END_0, 1, 0) + tl.where(column >= END_1, 1, 0)
+    start = tl.where(column >= END_1, END_1, tl.where(column >= END_0, END_0, 0))
+    width = tl.where(column >= END_0, END_1 - END_0, END_0)
+    width = tl.where(column >= END_1, COLUMNS - END_1, width)
+    return number, start, width
+
+
+@triton.jit
 def forward_kernel(
     x,
     weight_EW,
     position_T,
-    y,
+    y_0,
+    y_1,
+    y_2,
     T,
     x_row,
+    END_0: tl.constexpr,
+    END_1: tl.constexpr,
     COLUMNS: tl.constexpr,
     E: tl.constexpr,
     W: tl.constexpr,
@@ -46,47 +65,21 @@ def forward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """x and y [T, COLUMNS]; column c is channel c mod E."""
+    """x [T, COLUMNS], column c is channel c mod E; y_0, y_1 and y_2 are its parts, dense."""
     t_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    column_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    first = tl.program_id(1) * BLOCK_E
+    column_E = first + tl.arange(0, BLOCK_E)
     channel_E, inside_E = column_E % E, column_E < COLUMNS
     positions_T = tl.load(position_T + t_T, t_T < T, -1)
     z_TE = _convolved(x, weight_EW, t_T, positions_T, x_row, column_E, channel_E, inside_E, W)
     if SILU:
         z_TE = z_TE * tl.sigmoid(z_TE)
-    pointers = y + t_T.to(tl.int64)[:, None] * COLUMNS + column_E[None, :]
-    tl.store(pointers, z_TE.to(y.dtype.element_ty), (t_T < T)[:, None] & inside_E[None, :])
-
-
-@triton.jit
-def slope_kernel(
-    x,
-    weight_EW,
-    position_T,
-    dy,
-    dz,
-    T,
-    x_row,
-    dy_row,
-    COLUMNS: tl.constexpr,
-    E: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    """dz = dy s'(z) with s(z) = z sigmoid(z); z is computed again from x."""
-    t_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    column_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    channel_E, inside_E = column_E % E, column_E < COLUMNS
-    inside_TE = (t_T < T)[:, None] & inside_E[None, :]
-    positions_T = tl.load(position_T + t_T, t_T < T, -1)
-    pointers = dy + t_T.to(tl.int64)[:, None] * dy_row + column_E[None, :]
-    dy_TE = tl.load(pointers, inside_TE, 0.0).to(tl.float32)
-    z_TE = _convolved(x, weight_EW, t_T, positions_T, x_row, column_E, channel_E, inside_E, W)
-    sigmoid_TE = tl.sigmoid(z_TE)
-    dz_TE = dy_TE * sigmoid_TE * (1 + z_TE * (1 - sigmoid_TE))
-    pointers = dz + t_T.to(tl.int64)[:, None] * COLUMNS + column_E[None, :]
-    tl.store(pointers, dz_TE.to(dz.dtype.element_ty), inside_TE)
+    number, start, width = _part(first, END_0, END_1, COLUMNS)
+    own_TE = t_T.to(tl.int64)[:, None] * width + (column_E - start)[None, :]
+    y_TE, inside_TE = z_TE.to(y_0.dtype.element_ty), (t_T < T)[:, None] & inside_E[None, :]
+    tl.store(y_0 + own_TE, y_TE, inside_TE & (number == 0))
+    tl.store(y_1 + own_TE, y_TE, inside_TE & (number == 1))
+    tl.store(y_2 + own_TE, y_TE, inside_TE & (number == 2))
 
 
 @triton.jit
@@ -94,41 +87,86 @@ def backward_kernel(
     x,
     weight_EW,
     position_T,
-    dz,
+    dy_0,
+    dy_1,
+    dy_2,
     dx,
     partial_PEW,
     T,
     strip,
     x_row,
-    dz_row,
+    dy_row_0,
+    dy_row_1,
+    dy_row_2,
+    END_0: tl.constexpr,
+    END_1: tl.constexpr,
     COLUMNS: tl.constexpr,
     E: tl.constexpr,
     W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    SILU: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """`strip` tokens of BLOCK_E columns, and their part of the weight's gradient."""
-    column_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    """A walk over `strip` tokens of BLOCK_E columns, and W - 1 tokens on: dx of the strip's tokens
+    and their part of dw.
+
+    At token t the last W inputs and the unfinished dx of their tokens are in registers, the newest
+    one first; each row of x and dy is read once, one token ahead.
+    """
+    start = tl.program_id(0) * strip
+    first = tl.program_id(1) * BLOCK_E
+    column_E = first + tl.arange(0, BLOCK_E)
     channel_E, inside_E = column_E % E, column_E < COLUMNS
-    tap_W = tl.arange(0, BLOCK_W)
-    dw_WE = tl.zeros([BLOCK_W, BLOCK_E], tl.float32)
-    for done in range(0, strip, BLOCK_T):
-        s_T = tl.program_id(0) * strip + done + tl.arange(0, BLOCK_T)
-        own_TE = (s_T < T)[:, None] & inside_E[None, :]
-        pointers = x + s_T.to(tl.int64)[:, None] * x_row + column_E[None, :]
-        x_TE = tl.load(pointers, own_TE, 0.0).to(tl.float32)
-        dx_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    number, part_start, _ = _part(first, END_0, END_1, COLUMNS)
+    own_E = first - part_start + tl.arange(0, BLOCK_E)
+    x += column_E
+    dx += column_E
+    dy_0 += own_E
+    dy_1 += own_E
+    dy_2 += own_E
+    zero_E = tl.zeros([BLOCK_E], tl.float32)
+    w_WE, x_WE, dx_WE, dw_WE = (), (), (), ()
+    for i in tl.static_range(W):
+        w_WE += (_weights(weight_EW, channel_E, i, W, inside_E),)
+        x_WE += (_row(x, start - 1 - i, x_row, T, inside_E).to(tl.float32),)
+        dx_WE += (zero_E,)
+        dw_WE += (zero_E,)
+    x_E = _row(x, start, x_row, T, inside_E)
+    dy_E = _row(dy_0, start, dy_row_0, T, inside_E & (number == 0))
+    dy_E += _row(dy_1, start, dy_row_1, T, inside_E & (number == 1))
+    dy_E += _row(dy_2, start, dy_row_2, T, inside_E & (number == 2))
+    for t in range(start, start + strip + W - 1):
+        position = tl.load(position_T + t, t < T, -1)
+        x_WE = (x_E.to(tl.float32),) + x_WE[: W - 1]
+        dz_E = dy_E.to(tl.float32)
+        ahead = t + 1
+        x_E = _row(x, ahead, x_row, T, inside_E)
+        dy_E = _row(dy_0, ahead, dy_row_0, T, inside_E & (number == 0))
+        dy_E += _row(dy_1, ahead, dy_row_1, T, inside_E & (number == 1))
+        dy_E += _row(dy_2, ahead, dy_row_2, T, inside_E & (number == 2))
+        if SILU:
+            z_E = zero_E
+            for i in tl.static_range(W):
+                z_E += tl.where((position >= i) & (t >= i), w_WE[i] * x_WE[i], 0.0)
+            sigmoid_E = tl.sigmoid(z_E)
+            dz_E = dz_E * sigmoid_E * (1 + z_E * (1 - sigmoid_E))
+        finished, reached, summed = (), dx_WE, ()
         for i in tl.static_range(W):
-            t_T = s_T + i
-            reached_T = tl.load(position_T + t_T, t_T < T, -1) >= i
-            pointers = dz + t_T.to(tl.int64)[:, None] * dz_row + column_E[None, :]
-            mask_TE = reached_T[:, None] & inside_E[None, :]
-            dz_TE = tl.load(pointers, mask_TE, 0.0).to(tl.float32)
-            dx_TE += dz_TE * _weights(weight_EW, channel_E, i, W, inside_E)[None, :]
-            dw_WE += tl.where((tap_W == i)[:, None], tl.sum(dz_TE * x_TE, 0)[None, :], 0.0)
-        pointers = dx + s_T.to(tl.int64)[:, None] * COLUMNS + column_E[None, :]
-        tl.store(pointers, dx_TE.to(dx.dtype.element_ty), own_TE)
-    first = tl.program_id(0).to(tl.int64) * COLUMNS * W
-    pointers = partial_PEW + first + column_E[None, :] * W + tap_W[:, None]
-    tl.store(pointers, dw_WE, inside_E[None, :] & (tap_W < W)[:, None])
+            reaches_E = tl.where((position >= i) & (t >= i), dz_E, 0.0)
+            finished += (reached[i] + w_WE[i] * reaches_E,)
+            summed += (dw_WE[i] + tl.where(t < start + strip, x_WE[i] * reaches_E, 0.0),)
+        dw_WE = summed
+        done = t - (W - 1)
+        stored_E = inside_E & (done >= start) & (done < T)
+        dx_E = finished[W - 1].to(dx.dtype.element_ty)
+        tl.store(dx + tl.maximum(done, 0).to(tl.int64) * COLUMNS, dx_E, stored_E)
+        dx_WE = (zero_E,) + finished[: W - 1]
+    first_part = partial_PEW + tl.program_id(0).to(tl.int64) * COLUMNS * W + column_E * W
+    for i in tl.static_range(W):
+        tl.store(first_part + i, dw_WE[i], inside_E)
+
+
+@triton.jit
+def _row(columns, t, row, T, inside_E):
+    """A token's columns; zeros beyond the stream."""
+    exists = (t >= 0) & (t < T)
+    return tl.load(columns + tl.maximum(t, 0).to(tl.int64) * row, inside_E & exists, 0.0)

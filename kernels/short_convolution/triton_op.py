@@ -1,20 +1,24 @@
 """Launches the convolution's kernels and gives them to autograd."""
 
 # Launches take keywords that the kernels' signatures do not have.
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false
 
+import itertools
+import math
 from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
+from mixtron.kernels.launching import Launched
 from mixtron.kernels.short_convolution.triton_kernels import (
     backward_kernel,
     forward_kernel,
-    slope_kernel,
 )
 
+MAX_PARTS = 3
+SHORTEST_STRIP = 32
 STRIPS = 256
 """Programs of a backward at most, for a block of columns; each sums its tokens' part of dw."""
 
@@ -27,109 +31,122 @@ class Launch:
 
 
 FORWARD = Launch(block_t=32, block_e=64, warps=2)
-BACKWARD = Launch(block_t=32, block_e=64, warps=2)
+BACKWARD = Launch(block_t=1, block_e=128, warps=1)
+
+
+forward_tiles, backward_strips = Launched(forward_kernel), Launched(backward_kernel)
 
 
 def short_convolution_triton(
-    x_TBE: Tensor, weight_EW: Tensor, position_T: Tensor, *, silu: bool
-) -> Tensor:
-    """Arguments and result of `short_convolution`; x may be a slice of wider rows."""
-    return _ShortConvolution.apply(x_TBE, weight_EW, position_T, silu)  # type: ignore[return-value]
+    x_TBE: Tensor, weight_EW: Tensor, position_T: Tensor, widths: tuple[int, ...], *, silu: bool
+) -> tuple[Tensor, ...]:
+    """Arguments and result of `short_convolution`; x may be a slice of wider rows.
+
+    Raises:
+        ValueError: more than 3 parts, or parts of several columns of B.
+    """
+    if len(widths) > MAX_PARTS or (len(widths) > 1 and x_TBE.shape[1] > 1):
+        raise ValueError(
+            f"widths {widths} of x {list(x_TBE.shape)}: the triton form takes up to {MAX_PARTS} "
+            "parts, and several only of [T, 1, E]"
+        )
+    return _ShortConvolution.apply(x_TBE, weight_EW, position_T, widths, silu)  # type: ignore[return-value]
 
 
 class _ShortConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TBE, weight_EW, position_T, silu):
+    def forward(ctx, x_TBE, weight_EW, position_T, widths, silu):
         ctx.save_for_backward(x_TBE, weight_EW, position_T)
-        ctx.silu = silu
-        y_TBE = torch.empty(x_TBE.shape, dtype=x_TBE.dtype, device=x_TBE.device)
-        return convolve(x_TBE, weight_EW, position_T, y_TBE, silu, FORWARD)
+        ctx.options = widths, silu
+        return convolve(x_TBE, weight_EW, position_T, widths, silu, FORWARD)
 
     @staticmethod
-    def backward(ctx, dy_TBE):  # type: ignore[override]
+    def backward(ctx, *dys):  # type: ignore[override]
         x_TBE, weight_EW, position_T = ctx.saved_tensors
-        if ctx.silu:
-            dy_TBE = slopes(x_TBE, weight_EW, position_T, dy_TBE, FORWARD)
-        dx_TBE, dweight_EW = gradients(x_TBE, weight_EW, position_T, dy_TBE, BACKWARD)
-        return dx_TBE, dweight_EW, None, None
+        grads = gradients(x_TBE, weight_EW, position_T, dys, *ctx.options, BACKWARD)
+        return *grads, None, None, None
 
 
-def convolve(x_TBE, weight_EW, position_T, y_TBE, silu: bool, launch: Launch) -> Tensor:
-    """Fills and returns y."""
+def convolve(x_TBE, weight_EW, position_T, widths, silu: bool, launch: Launch) -> tuple:
+    """The parts [T, B, width], each dense."""
     x_TE = _columns(x_TBE)
-    T, columns = x_TE.shape
-    grid = (triton.cdiv(T, launch.block_t), triton.cdiv(columns, launch.block_e))
-    forward_kernel[grid](
+    T, B = x_TBE.shape[:2]
+    parts = tuple(torch.empty(T, B, w, dtype=x_TBE.dtype, device=x_TBE.device) for w in widths)
+    shape = _shape(x_TE, weight_EW, widths, launch)
+    forward_tiles(
+        _grid(x_TE, shape),
         x_TE,
         weight_EW.contiguous(),
         position_T,
-        y_TBE,
+        *_three(parts),
         T,
         x_TE.stride(0),
-        COLUMNS=columns,
-        E=weight_EW.shape[0],
-        W=weight_EW.shape[1],
         SILU=silu,
-        BLOCK_T=launch.block_t,
-        BLOCK_E=launch.block_e,
+        **shape,
         num_warps=launch.warps,
     )
-    return y_TBE
+    return parts
 
 
-def slopes(x_TBE, weight_EW, position_T, dy_TBE, launch: Launch) -> Tensor:
-    """The gradient of SiLU's input."""
-    x_TE, dy_TE = _columns(x_TBE), _columns(dy_TBE)
-    T, columns = x_TE.shape
-    dz_TBE = torch.empty(x_TBE.shape, dtype=x_TBE.dtype, device=x_TBE.device)
-    slope_kernel[(triton.cdiv(T, launch.block_t), triton.cdiv(columns, launch.block_e))](
-        x_TE,
-        weight_EW.contiguous(),
-        position_T,
-        dy_TE,
-        dz_TBE,
-        T,
-        x_TE.stride(0),
-        dy_TE.stride(0),
-        COLUMNS=columns,
-        E=weight_EW.shape[0],
-        W=weight_EW.shape[1],
-        BLOCK_T=launch.block_t,
-        BLOCK_E=launch.block_e,
-        num_warps=launch.warps,
-    )
-    return dz_TBE
-
-
-def gradients(x_TBE, weight_EW, position_T, dz_TBE, launch: Launch, strips: int = STRIPS):
-    """The gradients of x and the weight from that of the convolution."""
-    x_TE, dz_TE = _columns(x_TBE), _columns(dz_TBE)
-    (T, columns), (E, W) = x_TE.shape, weight_EW.shape
-    strip = triton.cdiv(triton.cdiv(T, strips), launch.block_t) * launch.block_t
+def gradients(
+    x_TBE, weight_EW, position_T, dys, widths, silu: bool, launch: Launch, strips: int = STRIPS
+):
+    """The gradients of x and the weight from those of the parts."""
+    x_TE = _columns(x_TBE)
+    T = x_TE.shape[0]
+    parts = _three([_columns(dy) for dy in dys])
+    shape = _shape(x_TE, weight_EW, widths, launch)
+    del shape["BLOCK_T"]
+    strip = max(triton.cdiv(T, strips), SHORTEST_STRIP)
     programs = triton.cdiv(T, strip)
     dx_TBE = torch.empty(x_TBE.shape, dtype=x_TBE.dtype, device=x_TBE.device)
-    partial_PEW = x_TBE.new_empty(programs, columns, W, dtype=torch.float32)
-    backward_kernel[(programs, triton.cdiv(columns, launch.block_e))](
+    partial_PEW = x_TBE.new_empty(
+        programs, *x_TE.shape[1:], weight_EW.shape[1], dtype=torch.float32
+    )
+    backward_strips(
+        (programs, triton.cdiv(x_TE.shape[1], shape["BLOCK_E"])),
         x_TE,
         weight_EW.contiguous(),
         position_T,
-        dz_TE,
+        *parts,
         dx_TBE,
         partial_PEW,
         T,
         strip,
         x_TE.stride(0),
-        dz_TE.stride(0),
-        COLUMNS=columns,
-        E=E,
-        W=W,
-        BLOCK_W=triton.next_power_of_2(W),
-        BLOCK_T=launch.block_t,
-        BLOCK_E=launch.block_e,
+        *(part.stride(0) for part in parts),
+        SILU=silu,
+        **shape,
         num_warps=launch.warps,
     )
-    dweight_EW = partial_PEW.view(-1, E, W).sum(0)
+    dweight_EW = partial_PEW.view(-1, *weight_EW.shape).sum(0)
     return dx_TBE, dweight_EW.to(weight_EW.dtype)
+
+
+def _shape(x_TE: Tensor, weight_EW: Tensor, widths: tuple[int, ...], launch: Launch) -> dict:
+    """What the kernels are compiled for. A block of columns lies within one part."""
+    columns = x_TE.shape[1]
+    ends = [*itertools.accumulate(widths[:-1]), columns, columns][:2]
+    common = math.gcd(*widths) if len(widths) > 1 else launch.block_e
+    return {
+        "END_0": ends[0],
+        "END_1": ends[1],
+        "COLUMNS": columns,
+        "E": weight_EW.shape[0],
+        "W": weight_EW.shape[1],
+        "BLOCK_T": launch.block_t,
+        "BLOCK_E": min(launch.block_e, common & -common),
+    }
+
+
+def _grid(x_TE: Tensor, shape: dict) -> tuple[int, int]:
+    T, columns = x_TE.shape
+    return triton.cdiv(T, shape["BLOCK_T"]), triton.cdiv(columns, shape["BLOCK_E"])
+
+
+def _three(parts) -> list[Tensor]:
+    """As many as the kernels take; those beyond the last one are not touched."""
+    return [*parts, *[parts[-1]] * (MAX_PARTS - len(parts))]
 
 
 def _columns(x_TBE: Tensor) -> Tensor:

@@ -1,9 +1,16 @@
-"""Packed causal attention through torch's own kernels; nothing of size T^2 is kept."""
+"""Packed causal attention through torch's own kernels, or ours; nothing of size T^2 is kept."""
+
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
+
+from mixtron.kernels.path_attention import path_attention
+
+Backend = Literal["torch", "cudnn", "triton"]
 
 
 def softmax_attention(
@@ -15,6 +22,7 @@ def softmax_attention(
     *,
     scale: float,
     window: int | None = None,
+    backend: Backend = "torch",
 ) -> Tensor:
     """Causal softmax attention inside each document.
 
@@ -25,22 +33,39 @@ def softmax_attention(
         lengths     the documents' lengths on the host; they sum to T.
         cu_seqlens  [N+1] int32 on the device, may be padded by repeating T.
         window      a token attends this many tokens, itself included; None is all.
+        backend     torch: on a GPU in bf16 and fp16 FlashAttention-2 over all documents at once,
+                    otherwise scaled_dot_product_attention, document by document. cudnn: cuDNN's
+                    where all documents have one length, FlashAttention-2 where they have not, on a
+                    GPU in bf16 or fp16. triton: kernels/path_attention without its maps, on a GPU
+                    in bf16 with K of 64 or 128. The last two take no window.
     Returns:
-        [T, H, K] in q's dtype. On a GPU in bf16 and fp16 by FlashAttention over all documents at
-        once; otherwise by scaled_dot_product_attention, document by document.
+        [T, H, K] in q's dtype.
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, or what a backend does not take.
     """
     if q_THK.shape[0] != sum(lengths) or q_THK.shape[1] % k_TGK.shape[1]:
         raise ValueError(
             f"q {list(q_THK.shape)} and k {list(k_TGK.shape)} do not fit {sum(lengths)} tokens"
         )
-    if q_THK.is_cuda and q_THK.dtype in (torch.bfloat16, torch.float16):
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend is {backend!r}, expected one of {', '.join(get_args(Backend))}")
+    if backend != "torch" and window is not None:
+        raise ValueError(f"window={window}: backend {backend!r} takes none")
+    longest = max(lengths)
+    if backend == "triton":
+        batched = (x.unsqueeze(0) for x in (q_THK, k_TGK, v_TGK))
+        options = {"cu_seqlens": cu_seqlens, "max_seqlen": longest, "backend": "triton"}
+        return path_attention(*batched, scale=scale, **options).squeeze(0)
+    on_gpu = q_THK.is_cuda and q_THK.dtype in (torch.bfloat16, torch.float16)
+    if backend == "cudnn" and not on_gpu:
+        raise ValueError(f"q is {q_THK.dtype} on {q_THK.device}: cudnn takes bf16 on a GPU")
+    if on_gpu:
         groups = q_THK.shape[1] // k_TGK.shape[1]
         if groups > 1:
             k_TGK, v_TGK = (x.repeat_interleave(groups, dim=1) for x in (k_TGK, v_TGK))
+        if backend == "cudnn" and longest == min(lengths):
+            return _cudnn(q_THK, k_TGK, v_TGK, len(lengths), scale)
         left = -1 if window is None else window - 1
-        longest = max(lengths)
         return varlen_attn(  # type: ignore[return-value]
             q_THK,
             k_TGK,
@@ -54,6 +79,17 @@ def softmax_attention(
         )
     parts = (x.split(lengths) for x in (q_THK, k_TGK, v_TGK))
     return torch.cat([_document(q, k, v, scale, window) for q, k, v in zip(*parts, strict=True)])
+
+
+def _cudnn(q_THK, k_THK, v_THK, documents: int, scale: float) -> Tensor:
+    """Documents of one length as the rows of a batch.
+
+    cuDNN also takes packed ones, by their offsets, but torch 2.11 gets wrong gradients of them.
+    """
+    rows = (x.unflatten(0, (documents, -1)).transpose(1, 2) for x in (q_THK, k_THK, v_THK))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        o_BHTK = F.scaled_dot_product_attention(*rows, is_causal=True, scale=scale)
+    return o_BHTK.transpose(1, 2).flatten(0, 1)
 
 
 def _document(q_THK, k_TGK, v_TGK, scale: float, window: int | None) -> Tensor:

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mixtron.kernels.launching import Launched
+
 BLOCK_TOKENS = 16
 
 
@@ -32,7 +34,8 @@ def _rotate(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: float) -> Tenso
         x_THK = x_THK.contiguous()
     T, H, K = x_THK.shape
     y_THK = torch.empty(x_THK.shape, dtype=x_THK.dtype, device=x_THK.device)
-    rope_kernel[(triton.cdiv(T, BLOCK_TOKENS),)](
+    rotate(
+        (triton.cdiv(T, BLOCK_TOKENS),),
         x_THK,
         cos_TR,
         sin_TR,
@@ -80,3 +83,6 @@ def rope_kernel(
         low, high = first * cos - second * sin, second * cos + first * sin
         tl.store(target, low.to(y.dtype.element_ty), inside_TR)
         tl.store(target + R, high.to(y.dtype.element_ty), inside_TR)
+
+
+rotate = Launched(rope_kernel)

@@ -22,7 +22,8 @@ NAME_WIDTH = 72
 
 
 def profile(step: Callable[[], object], steps: int, rows: int) -> str:
-    """Tables of time by kind of kernel, by kernel and by operator, in ms a step.
+    """Tables of time by kind of kernel, by kernel and by operator, in ms a step; then of the time
+    in which the GPU did nothing, by the kernel that it waited for.
 
     The last one is of the host's time, by operator and call of CUDA; without a GPU it is alone.
     """
@@ -40,7 +41,7 @@ def profile(step: Callable[[], object], steps: int, rows: int) -> str:
         kernels = [
             (e.key, e.self_device_time_total, e.count)
             for e in events
-            if e.device_type == DeviceType.CUDA
+            if e.device_type == DeviceType.CUDA and not e.is_user_annotation
         ]
         kinds: dict[str, tuple[float, int]] = {}
         for name, time_us, count in kernels:
@@ -50,6 +51,12 @@ def profile(step: Callable[[], object], steps: int, rows: int) -> str:
         parts.append(_table("kernel", kernels, steps, rows))
         launched = [(e.key, e.self_device_time_total, e.count) for e in operators]
         parts.append(_table("operator", launched, steps, rows))
+        ran = [
+            (e.time_range.start, e.time_range.end, e.name)
+            for e in profiler.events()
+            if e.device_type == DeviceType.CUDA and not e.is_user_annotation
+        ]
+        parts.append(_table("idle before", idle_before(ran), steps, rows // 2))
     host = [(e.key, e.self_cpu_time_total, e.count) for e in operators]
     parts.append(_table("on the host", host, steps, rows))
     return "\n\n".join(parts)
@@ -64,8 +71,24 @@ def kind_of(kernel: str) -> str:
     return "own"
 
 
+def idle_before(ran: list[tuple[float, float, str]]) -> list[tuple[str, float, int]]:
+    """(kernel, us, gaps) of the time when none ran, by the kernel that came next.
+
+    Args:
+        ran: start us, end us and name of every kernel.
+    """
+    found: dict[str, tuple[float, int]] = {}
+    busy_until = min((start for start, _, _ in ran), default=0.0)
+    for start, end, name in sorted(ran):
+        if start > busy_until:
+            idle, gaps = found.get(name, (0.0, 0))
+            found[name] = (idle + start - busy_until, gaps + 1)
+        busy_until = max(busy_until, end)
+    return [(name, *values) for name, values in found.items()]
+
+
 def _table(head: str, found: list[tuple[str, float, int]], steps: int, rows: int) -> str:
-    total = sum(time_us for _, time_us, _ in found)
+    total = sum(time_us for _, time_us, _ in found) or 1.0
     found = sorted(found, key=lambda row: -row[1])[:rows]
     lines = [
         (

@@ -72,24 +72,15 @@ class RandomTokens:
 
 def bench_step(config: RunConfig, options: Options) -> None:
     """Prints the tables on rank 0. Raises errors with an exit code for what a person must mend."""
-    device = init_distributed()
-    check_device(config, device.type)
-    parallel = config.parallel
-    ranks = init_model_parallel(
-        parallel.tensor,
-        parallel.pipeline,
-        parallel.virtual_pipeline,
-        parallel.context,
-        seed=config.training.seed,
-        device=device,
-    )
+    ranks = begin(config)
     config = with_micro_batches(config, ranks.data_size, options.micro_batches)
     check(config, ranks.world_size)
     say: Callable[[str], None] = print if ranks.is_first else lambda text: None
-    run = build_run(config, ranks, options.documents)
+    length, vocabulary = config.data.sequence_length, config.model.vocab_size
+    run = build_run(config, ranks, RandomTokens(length, vocabulary, options.documents))
     for _ in range(options.warm_up):
         train_step(run)
-    memory = memory_by_part(run) if device.type == "cuda" else []
+    memory = memory_by_part(run) if ranks.device.type == "cuda" else []
     seconds = seconds_per_step(run, options.steps)
     say(report(config, ranks, seconds))
     if memory:
@@ -99,6 +90,20 @@ def bench_step(config: RunConfig, options: Options) -> None:
         say(profiled)
 
 
+def begin(config: RunConfig) -> Ranks:
+    """Joins the world. Raises ConfigError for what its devices cannot run."""
+    device, parallel = init_distributed(), config.parallel
+    check_device(config, device.type)
+    return init_model_parallel(
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.virtual_pipeline,
+        parallel.context,
+        seed=config.training.seed,
+        device=device,
+    )
+
+
 def with_micro_batches(config: RunConfig, data_ranks: int, micro_batches: int) -> RunConfig:
     """The config with a global batch of so many micro-batches a data-parallel rank."""
     sequences = micro_batches * data_ranks * config.training.micro_batch_sequences
@@ -106,8 +111,8 @@ def with_micro_batches(config: RunConfig, data_ranks: int, micro_batches: int) -
     return config.model_copy(update={"training": config.training.model_copy(update=batch)})
 
 
-def build_run(config: RunConfig, ranks: Ranks, documents: int) -> Run:
-    """What training builds, with random tokens for data and no checkpoints."""
+def build_run(config: RunConfig, ranks: Ranks, data: Any) -> Run:
+    """What training builds, without checkpoints."""
     training = config.training
     chunks = build_model(
         config.model,
@@ -117,11 +122,11 @@ def build_run(config: RunConfig, ranks: Ranks, documents: int) -> Run:
         seed=training.seed,
         bf16=training.precision == "bf16",
         recompute=training.recompute == "full",
+        recomputed=training.recomputed,
         max_tokens=training.micro_batch_sequences * config.data.sequence_length,
     )
     wrapped = wrap_model(chunks, config.parallel, ranks)
     optimizer = build_optimizer(wrapped, config.optimizer, ranks, bf16=training.precision == "bf16")
-    data: Any = RandomTokens(config.data.sequence_length, config.model.vocab_size, documents)
     nowhere = Path(tempfile.gettempdir()) / "mixtron_bench_saves_nothing"
     say: Callable[[str], None] = lambda text: None  # noqa: E731
     saver = Saver(nowhere, config.checkpoint, ranks, say)
@@ -130,15 +135,16 @@ def build_run(config: RunConfig, ranks: Ranks, documents: int) -> Run:
 
 def seconds_per_step(run: Run, steps: int) -> float:
     """Mean over the steps, which follow one another as in training."""
-    _wait(run.ranks)
+    wait(run.ranks)
     started = time.perf_counter()
     for _ in range(steps):
         train_step(run)
-    _wait(run.ranks)
+    wait(run.ranks)
     return (time.perf_counter() - started) / steps
 
 
-def _wait(ranks: Ranks) -> None:
+def wait(ranks: Ranks) -> None:
+    """Until every rank has done what it was given."""
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()

@@ -57,6 +57,11 @@ class MixerConfig(BaseModel):
         """
         raise NotImplementedError
 
+    def convolution_bytes_per_token(self, tensor: int, bytes_per_element: int) -> float:
+        """Of `activation_bytes_per_token`, what training.recompute=[conv] computes again: the short
+        convolution's output. 0: the mixer has none, or keeps it."""
+        return 0.0
+
     def working_bytes(
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
     ) -> float:
@@ -103,6 +108,9 @@ class MixerConfig(BaseModel):
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         """Raises ConfigError for a device ("cuda", "cpu") or a precision ("bf16", "fp32") that a
         form chosen in the config cannot run on."""
+
+    def check_deterministic(self, name: str) -> None:
+        """Raises ConfigError for a form chosen in the config that adds in no fixed order."""
 
 
 TRITON_DIMS = (64, 128)

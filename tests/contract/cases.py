@@ -32,6 +32,7 @@ class Layout:
     parallel: ParallelConfig = PLAIN
     data: int = 1
     recompute: bool = False
+    recomputed: tuple[str, ...] = ()
     sequences_per_micro_batch: int = 1
 
     @property

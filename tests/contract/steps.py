@@ -98,6 +98,7 @@ def build(case: Case, layout: Layout, seed: int = 3) -> Model:
         seed=seed,
         bf16=False,
         recompute=layout.recompute,
+        recomputed=layout.recomputed,  # type: ignore[arg-type]
         max_tokens=max(map(sum, case.documents)) * layout.sequences_per_micro_batch,
     )
     wrapped = wrap_model(chunks, parallel, ranks)

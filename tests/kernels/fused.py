@@ -6,18 +6,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mixtron.kernels.delta_rule import decay_and_step_size
 from mixtron.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
 from mixtron.kernels.norms import (
+    add_rms_norm,
     rms_norm,
     rms_norm_reference,
     unit_norm,
     unit_norm_reference,
 )
-from mixtron.kernels.short_convolution import short_convolution, short_convolution_reference
+from mixtron.kernels.short_convolution import (
+    short_convolution,
+    short_convolution_parts,
+    short_convolution_reference,
+)
 from mixtron.kernels.softmax_attention import apply_rope
+from mixtron.kernels.swiglu import swiglu, swiglu_reference
 
 LENGTHS = [1, 2, 30, 1, 65, 3]
 TOKENS = sum(LENGTHS)
@@ -37,11 +44,16 @@ def cases() -> dict[str, Case]:
     for width, heads in ((128, 3), (96, 1), (1000, 1)):
         found[f"rms_norm {width}"] = norm_case(width, heads, gated=False)
         found[f"gated rms_norm {width}"] = norm_case(width, heads, gated=True)
+    found["add_rms_norm"] = add_case()
     found["unit_norm"] = unit_case()
     for width in (1, 4):
         for silu in (False, True):
             found[f"short_convolution {width} silu={silu}"] = convolution_case(width, silu)
     found["short_convolution of two columns"] = convolution_case(4, True, columns=2)
+    found["short_convolution of parts"] = parts_case((32, 16, 32))
+    found["short_convolution of two parts"] = parts_case((16, 64))
+    found["swiglu"] = swiglu_case()
+    found["decay and step size"] = gates_case()
     found["rope"] = rope_case()
     found["linear_cross_entropy"] = loss_case()
     return found
@@ -79,13 +91,30 @@ def norm_case(width: int, heads: int, *, gated: bool) -> Case:
     return Case(inputs, op, reference)
 
 
+def add_case() -> Case:
+    """Rows of two terms, one of them a slice; sum and norm side by side, as one output."""
+    width = 96
+    inputs = {"joined": noise(TOKENS, 1, width + 8), "added": noise(TOKENS, 1, width, seed=1)}
+    inputs["weight"] = (1 + 0.1 * noise(width)).bfloat16().double()
+
+    def op(joined, added, weight):
+        found = add_rms_norm(joined[..., 8:], added, weight, 1e-5, backend="triton")
+        return torch.cat(found, dim=-1)
+
+    def reference(joined, added, weight):
+        total = joined[..., 8:] + added
+        return torch.cat([total, rms_norm_reference(total, weight, 1e-5)], dim=-1)
+
+    return Case(inputs, op, reference)
+
+
 def unit_case() -> Case:
     inputs = {"x": noise(1, TOKENS, 3, 64)}
     return Case(inputs, lambda x: unit_norm(x, backend="triton"), unit_norm_reference)
 
 
 def convolution_case(width: int, silu: bool, columns: int = 1) -> Case:
-    E = 72
+    E = 80
     inputs = {"joined": noise(TOKENS, columns, E + 24), "weight": noise(E, width)}
 
     def part(joined):
@@ -100,6 +129,45 @@ def convolution_case(width: int, silu: bool, columns: int = 1) -> Case:
         return y * torch.sigmoid(y) if silu else y
 
     return Case(inputs, op, reference)
+
+
+def parts_case(widths: tuple[int, ...]) -> Case:
+    """Joined again in another order, so that each part's gradient has strides of its own."""
+    plain = convolution_case(4, True)
+
+    def op(joined, weight):
+        x_TBE, position_T = joined[..., 16 : 16 + sum(widths)], positions(joined.device)
+        options = {"silu": True, "backend": "triton"}
+        parts = short_convolution_parts(x_TBE, weight, position_T, widths, **options)
+        assert all(part.is_contiguous() for part in parts)
+        return torch.cat(parts[::-1], dim=-1)
+
+    def reference(joined, weight):
+        parts = plain.reference(joined, weight).split(widths, dim=-1)
+        return torch.cat(parts[::-1], dim=-1)
+
+    return Case(plain.inputs, op, reference)
+
+
+def gates_case() -> Case:
+    """Slices of wider rows; some decays beyond where softplus is linear, some small."""
+    inputs = {"joined": 8 * noise(TOKENS, 1, 20), "rate": noise(6), "bias": noise(6, seed=1)}
+
+    def form(backend):
+        def op(joined, rate, bias):
+            wide = torch.promote_types(joined.dtype, torch.float32)
+            decay, step = joined[..., 2:8], joined[..., 12:18]
+            options = rate.to(wide), bias.to(wide)
+            return torch.cat(decay_and_step_size(decay, step, *options, backend=backend))
+
+        return op
+
+    return Case(inputs, form("triton"), form("torch"))
+
+
+def swiglu_case() -> Case:
+    inputs = {"joined": noise(TOKENS, 1, 2 * 72)}
+    return Case(inputs, lambda x: swiglu(x, backend="triton"), swiglu_reference)
 
 
 def rope_case() -> Case:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
+from mixtron.kernels.launching import Launched
 from mixtron.launch.config import RunConfig, load_config
 from mixtron.megatron_ext import cpu_backend, model
 from mixtron.megatron_ext.batch import make_batch
@@ -67,6 +68,7 @@ def measure(config: RunConfig, ranks: Ranks) -> dict[str, int]:
             seed=1,
             bf16=config.training.precision == "bf16",
             recompute=config.training.recompute == "full",
+            recomputed=config.training.recomputed,
             max_tokens=sequences * length,
         )
         batch = dataclasses.replace(
@@ -88,7 +90,7 @@ def measure(config: RunConfig, ranks: Ranks) -> dict[str, int]:
 def gpu_options(*args, **kwargs):
     """Megatron's options as they are where a GPU exists."""
     config = OPTIONS(*args, **kwargs)
-    config.bias_activation_fusion, config.use_cpu_initialization = True, False
+    config.use_cpu_initialization = False
     return config
 
 
@@ -105,8 +107,10 @@ if __name__ == "__main__":
         setattr(torch, name, getattr(torch, name).__wrapped__)
     with (
         mock.patch.object(torch.cuda, "current_device", return_value=GPU),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(dist, "all_reduce"),
         mock.patch.object(JITFunction, "run", not_launched),
+        mock.patch.object(Launched, "__call__", not_launched),
         mock.patch.object(torch.nn.Module, "to", lambda module, *args, **kwargs: module),
         mock.patch.object(model, "initialise"),
         mock.patch.object(model, "transformer_config", gpu_options),

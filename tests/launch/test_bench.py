@@ -1,13 +1,17 @@
 """`mixtron bench` on a CPU: what it prints, and what it refuses."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from mixtron.launch.bench.curves import Curve, bench_curves, parse_forms, report
+from mixtron.launch.bench.lengths import bench_lengths
 from mixtron.launch.bench.ops import benches, run_benches
-from mixtron.launch.bench.profile import kind_of
+from mixtron.launch.bench.overhead import report as shares_of
+from mixtron.launch.bench.profile import idle_before, kind_of
 from mixtron.launch.config import load_config
 from mixtron.megatron_ext.errors import ConfigError
 from tests.helpers.jobs import small_config, write_config
@@ -73,6 +77,82 @@ def data_report(path: str) -> str:
     return printed.getvalue()
 
 
+def test_curves_compare_forms_on_the_same_data(corpus, tmp_path):
+    """The same form again has the same losses; another micro-batch rounds differently."""
+    small = small_config(corpus, tmp_path / "run")
+    small |= {"parallel": {}, "mixers": {"kla": small["mixers"]["kla"]}}
+    small["model"] |= {"dropout": 0.0, "layers": 1, "pattern": ["kla"]}
+    path, plot = write_config(tmp_path / "config.yaml", small), tmp_path / "made" / "curves.png"
+    forms = parse_forms(["a", "other optimizer.lr=2e-2"], "training.micro_batch_sequences=2")
+    options = {"plot": plot, "steps": 3, "limit_s": 0, "at_once": 2}
+    assert bench_curves(path, [], forms, **options) == 0
+    written = json.loads(plot.with_suffix(".json").read_text())
+    losses = {name: [row["loss"] for row in form["rows"]] for name, form in written.items()}
+    assert list(losses) == ["a", "noise", "other"]
+    assert [row["step"] for row in written["a"]["rows"]] == [1, 2, 3]
+    assert losses["noise"] == pytest.approx(losses["a"], rel=1e-4)
+    assert losses["other"][0] == losses["a"][0]
+    assert losses["other"][2] != pytest.approx(losses["a"][2], rel=1e-4)
+    assert plot.stat().st_size > 10_000
+
+
+def test_curves_refuse_forms_that_cannot_be_told_apart():
+    with pytest.raises(ConfigError, match="--form: a, a; at least two"):
+        parse_forms(["a", "a optimizer.lr=1"], None)
+    with pytest.raises(ConfigError, match="--form: a; at least two"):
+        parse_forms(["a"], None)
+
+
+def test_curves_report_distance_in_units_of_the_noise():
+    def curve(name: str, offset: float) -> Curve:
+        rows = [
+            {"step": i, "seconds": i / 10, "loss": 3 + offset, "grad_norm": i, "skipped_steps": 0}
+            for i in (1, 2)
+        ]
+        return Curve(name, 0, rows)
+
+    printed = report([curve("a", 0.0), curve("noise", 0.01), curve("b", -0.03)])
+    cells = [cell.strip() for cell in printed.splitlines()[-1].split("|")][1:-1]
+    assert cells == ["b", "2", "2.9700", "0.03", "0.03", "0.03", "3.00", "1.5", "2", "0", "100"]
+
+
+def overhead_report(path: str) -> str:
+    import contextlib
+    import io
+
+    from mixtron.launch.bench.overhead import bench_overhead
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        bench_overhead(load_config(path), steps=2, warm_up=1, micro_batches=2)
+    return printed.getvalue()
+
+
+def test_overhead_tells_every_part(corpus, tmp_path):
+    small = small_config(corpus, tmp_path / "run") | {"parallel": {}}
+    path = write_config(tmp_path / "config.yaml", small)
+    [printed] = run_on_ranks(1, overhead_report, str(path))
+    parts = re.findall(r"^\| (\w+) \|.* \| (-?[\d.]+)% \|$", printed, re.MULTILINE)
+    assert [name for name, _ in parts] == ["data", "logging", "saving", "together"]
+    shares = [float(share) for _, share in parts]
+    assert shares[-1] == pytest.approx(sum(shares[:-1]), abs=0.02)
+
+
+def test_overhead_is_spread_over_the_configs_own_steps():
+    """0.1 s for each of 4 timed steps of 2 s; the config's own step is twice as long."""
+    config = load_config(ROOT / "configs/debug_kla.yaml", ["logging.every_steps=5"])
+    cost_s = {"data": 0.4, "logging": 0.4, "saving": 8.0}
+    own = 2 * config.training.global_batch_tokens
+    lines = shares_of(config, cost_s, steps=4, step_s=2.0, own=own).splitlines()
+    shares = [line.split("|")[-2].strip() for line in lines[-4:]]
+    assert shares == ["5.00%", "0.50%", "10.00%", "15.50%"]
+
+
+def test_lengths_need_a_gpu():
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        bench_lengths([str(ROOT / "configs/debug_kla.yaml")], [], [64], 64, 1)
+
+
 def test_ops_refuses_what_it_has_not():
     assert {"norms", "short_convolution", "linear_cross_entropy"} <= set(benches())
     with pytest.raises(ConfigError, match=r"no bench for op 'nothing'; ops: .*norms"):
@@ -99,3 +179,8 @@ def test_commands_are_listed():
 )
 def test_kinds_of_kernels(kernel, kind):
     assert kind_of(kernel) == kind
+
+
+def test_idle_time_is_told_by_the_kernel_that_was_waited_for():
+    ran = [(10.0, 12.0, "a"), (15.0, 20.0, "b"), (16.0, 18.0, "c"), (21.0, 22.0, "b")]
+    assert idle_before(ran) == [("b", 4.0, 2)]

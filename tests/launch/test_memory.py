@@ -21,16 +21,22 @@ from tests.helpers.jobs import ENVIRONMENT
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 BF16 = "training.precision=bf16"
+TORCH = ["model.layers=2", "mixers.attention.kernel=torch"]
+"""cuDNN is not chosen without a GPU."""
 MEASURED = {path.stem: (path.stem, []) for path in sorted(CONFIGS.glob("debug_*.yaml"))} | {
     "kla": ("kla_400m", ["model.layers=2"]),
     "chunked_kla": ("kla_400m", ["model.layers=2", "mixers.kla.kernel=chunk"]),
-    "attention": ("attention_400m", ["model.layers=2"]),
+    "attention": ("attention_400m", TORCH),
     "sa_swa": ("sa_swa_400m", ["model.layers=2"]),
-    "grouped": ("attention_400m", ["model.layers=2", "mixers.attention.kv_heads=2"]),
-    "qk_norm": ("attention_400m", ["model.layers=2", "mixers.attention.qk_norm=true"]),
-    "dropout": ("attention_400m", ["model.layers=2", "model.dropout=0.1"]),
-    "padded": ("attention_400m", ["model.layers=2", "model.vocab_size=31990"]),
+    "grouped": ("attention_400m", [*TORCH, "mixers.attention.kv_heads=2"]),
+    "qk_norm": ("attention_400m", [*TORCH, "mixers.attention.qk_norm=true"]),
+    "dropout": ("attention_400m", [*TORCH, "model.dropout=0.1"]),
+    "padded": ("attention_400m", [*TORCH, "model.vocab_size=31990"]),
     "recompute": ("kla_400m", ["model.layers=4", "training.recompute=full"]),
+    "recompute_parts": (
+        "kla_400m",
+        ["model.layers=2", "training.recompute=[norm, conv, mlp_act]"],
+    ),
 }
 
 

@@ -42,8 +42,8 @@ class Config(MixerConfig):
     and fewer bytes are sent. heads: heads for tokens (then `heads` over TP must be divisible by
     parallel.context)."""
     kernel: Literal["chunk", "triton"] = "chunk"
-    """The op's form in training: torch's on any device, or Triton's, for bf16 on a GPU. The maps
-    that context ranks exchange, and decoding, are torch's."""
+    """The op's form, in training, in the maps that context ranks exchange and in decoding: torch's
+    on any device, or Triton's, for bf16 on a GPU."""
 
     context_parallel: ClassVar[bool] = True
 
@@ -111,13 +111,16 @@ class Config(MixerConfig):
         elements += (2 if self.normalize_keys else 1) * key  # normalised
         fp32 = self.value_heads  # eta
         if self.decay == "gated":
-            fp32 += 3 * self.value_heads  # softplus' input and output, the log decay
+            fp32 += self.value_heads  # the log decay
         kept = elements * bytes_per_element + 4 * fp32
         if self.kernel == "triton":
             # Two C x C matrices and half a state a chunk, and four numbers a token.
             state = self.key_dim * self.value_dim / (2 * CHUNK)
             kept += self.value_heads * (bytes_per_element * (2 * CHUNK + state) + 4 * 4)
         return kept / tensor
+
+    def convolution_bytes_per_token(self, tensor: int, bytes_per_element: int) -> float:
+        return sum(self.convolved().values()) * bytes_per_element / tensor
 
     def working_bytes(
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
@@ -131,8 +134,8 @@ class Config(MixerConfig):
         # output and gate.
         segment = 4 * chunks * chunk
         if self.kernel == "triton":
-            # The gradients of every chunk's state, and of q, k and v.
-            gradients = key * value / CHUNK + 2 * key + value
+            # The gradients of every second chunk's state, of q, k and v, and of two C x C matrices.
+            gradients = key * value / (2 * CHUNK) + 2 * key + value + 2 * CHUNK
             segment = tokens * self.value_heads * gradients * bytes_per_element / tensor
         # The convolution's: gradients of its output and input, and of the whole projection's.
         rows = 2 * convolved + sum(self.components().values())
@@ -154,6 +157,16 @@ class Config(MixerConfig):
         # An affine map of the state, in fp32, and the convolution's last tokens to every rank.
         transition = 4 * self.value_heads * self.key_dim**2
         return (context - 1) * (transition + state + tail) / tensor
+
+    def context_bytes_kept(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
+        if self.kernel != "triton" or self.context_exchange == "heads":
+            return 0.0
+        # The map's scan keeps what the op's keeps, for key_dim more columns of values.
+        columns = self.key_dim + self.value_dim
+        kept = columns + 2 * CHUNK + self.key_dim * columns / (2 * CHUNK)
+        return tokens * self.value_heads * (element * kept + 4 * 4) / tensor
 
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
         super().check(name, hidden_size, tensor, context)

@@ -1,10 +1,14 @@
 """KLA (arXiv 2605.08587) as a Megatron layer's mixer."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mixtron.kernels.delta_rule import delta_rule, delta_rule_segment_map, delta_rule_step
+from mixtron.kernels.delta_rule import (
+    decay_and_step_size,
+    delta_rule,
+    delta_rule_decode,
+    delta_rule_segment_map,
+)
 from mixtron.kernels.norms import rms_norm, unit_norm
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import (
@@ -26,6 +30,7 @@ from mixtron.megatron_ext.parameters import (
     draw_log_decay_rate,
     replicated,
 )
+from mixtron.megatron_ext.recompute import computed_again
 from mixtron.megatron_ext.scalars import Scalars
 from mixtron.megatron_ext.state_relay import StateRelay
 
@@ -78,18 +83,32 @@ class Mixer(ShardedModule):
     ):
         batch, mixer = packed_seq_params, self.mixer
         assert batch is not None
-        parts = dict(zip(mixer.components(), self.in_proj(hidden_TBD), strict=True))
-        raw = [parts[name] for name in mixer.convolved()]
-        o_BTJV = (self._decode if batch.decoding else self._mix)(raw, parts, batch)
+        convolved = len(mixer.convolved())
+        raw_TBE, *rest = self.in_proj(hidden_TBD, joined=convolved)
+        parts = dict(zip(list(mixer.components())[convolved:], rest, strict=True))
+        o_BTJV = (self._decode if batch.decoding else self._mix)(raw_TBE, parts, batch)
         (weight,) = replicated(self.tp_group, self.norm_weight)
         eps = self.config.layernorm_epsilon
         if mixer.output_gate:
             return self.out_proj(gated_norm(o_BTJV, weight, eps, parts["gate"]))
         return self.out_proj(rms_norm(o_BTJV, weight, eps).flatten(2).transpose(0, 1))
 
-    def _mix(self, raw: list[Tensor], parts: dict[str, Tensor], batch: Batch) -> Tensor:
+    def _mix(self, raw_TBE: Tensor, parts: dict[str, Tensor], batch: Batch) -> Tensor:
         """The whole stream, or this context rank's share of it. [B, T, J, V]."""
-        q_BTHK, *writes = self._inputs(self.convolution(raw, batch), parts)
+        convolved = self.convolution.components(raw_TBE, batch)
+        if "conv" not in self.config.recomputed:  # type: ignore[attr-defined]
+            return self._mix_convolved(convolved, raw_TBE, parts, batch)
+        with computed_again(lambda: self.convolution.components(raw_TBE, batch), convolved):
+            return self._mix_convolved(convolved, raw_TBE, parts, batch)
+
+    def _mix_convolved(
+        self,
+        convolved: tuple[Tensor, ...],
+        raw_TBE: Tensor,
+        parts: dict[str, Tensor],
+        batch: Batch,
+    ) -> Tensor:
+        q_BTHK, *writes = self._inputs(convolved, parts)
         if batch.scalars is not None:
             self._report(writes[2], writes[3], batch.scalars)
         if batch.context_size > 1 and self.mixer.context_exchange == "heads":
@@ -97,7 +116,7 @@ class Mixer(ShardedModule):
         options = {"step_size": self.mixer.step_size, "cu_seqlens": batch.local_cu_seqlens}
         exchange = state_BJKV = None
         if batch.context_size > 1 and self.relay is None:
-            maps = delta_rule_segment_map(*writes, **options)
+            maps = delta_rule_segment_map(*writes, **options, backend=self.mixer.kernel)
             exchange = StateExchange(*maps, batch.position_ids[0] == 0, self.cp_group)
         q_BTHK = unit_norm(q_BTHK)
         if exchange is not None:
@@ -115,7 +134,7 @@ class Mixer(ShardedModule):
         if self.relay is not None:
             o_BTJV = self.relay.send(o_BTJV, state_BJKV)
         if batch.cache is not None:
-            tail = self.convolution.tail(torch.cat(raw, dim=-1))
+            tail = self.convolution.tail(raw_TBE)
             batch.cache.layers[self.layer_number] = {"state": state_BJKV, "tail": tail}
         return o_BTJV
 
@@ -145,42 +164,46 @@ class Mixer(ShardedModule):
         )
         return heads_to_sequence(o_BTJV[0], self.cp_group)[None]
 
-    def _decode(self, raw: list[Tensor], parts: dict[str, Tensor], batch: Batch) -> Tensor:
+    def _decode(self, raw_TBE: Tensor, parts: dict[str, Tensor], batch: Batch) -> Tensor:
         """The next token of each cached sequence; they lie along T. [1, T, J, V]."""
         assert batch.cache is not None
         cached = batch.cache.layers[self.layer_number]
-        new_TE = torch.cat(raw, dim=-1)[:, 0]
-        convolved_TE, cached["tail"] = self.convolution.step(new_TE, cached["tail"])
-        sizes = [part.shape[-1] for part in raw]
-        convolved = list(convolved_TE[:, None].split(sizes, dim=-1))
-        q, k, v, log_decay, eta = self._inputs(convolved, parts)
-        o_TJV, cached["state"] = delta_rule_step(
+        convolved_TE, cached["tail"] = self.convolution.step(raw_TBE[:, 0], cached["tail"])
+        convolved = convolved_TE[:, None].split(self.convolution.widths, dim=-1)
+        q_BTHK, k_BTHK, v_BTJV = self._heads(convolved)
+        gated = self.mixer.decay == "gated"
+        o_TJV = delta_rule_decode(
             cached["state"],
-            unit_norm(q[0]),
-            k[0],
-            v[0],
-            None if log_decay is None else log_decay[0],
-            eta[0],
+            q_BTHK[0],
+            k_BTHK[0],
+            v_BTJV[0],
+            parts["decay"][:, 0] if gated else None,
+            self.log_decay_rate if gated else None,
+            self.dt_bias if gated else None,
+            parts["step_size"][:, 0],
             step_size=self.mixer.step_size,
+            normalize_keys=self.mixer.normalize_keys,
+            backend="triton" if self.mixer.kernel == "triton" else "torch",
         )
         return o_TJV[None]
 
-    def _inputs(self, convolved: list[Tensor], parts: dict[str, Tensor]) -> tuple:
+    def _inputs(self, convolved: tuple[Tensor, ...], parts: dict[str, Tensor]) -> tuple:
         """q (not yet normalised), k, v, log decay (None without) and eta, batch first."""
-        mixer = self.mixer
-        q_BTHK, k_BTHK, v_BTJV = (
-            x_TBE.transpose(0, 1).unflatten(-1, (-1, dim))
-            for x_TBE, dim in zip(
-                convolved, (mixer.key_dim, mixer.key_dim, mixer.value_dim), strict=True
-            )
-        )
-        if mixer.normalize_keys:
+        q_BTHK, k_BTHK, v_BTJV = self._heads(convolved)
+        if self.mixer.normalize_keys:
             k_BTHK = unit_norm(k_BTHK)
-        log_decay_BTJ = self._log_decay(parts["decay"]) if "decay" in parts else None
+        if self.mixer.decay == "gated":
+            gates = decay_and_step_size(
+                parts["decay"], parts["step_size"], self.log_decay_rate, self.dt_bias
+            )
+            return q_BTHK, k_BTHK, v_BTJV, *gates
         eta_BTJ = parts["step_size"].transpose(0, 1).float().sigmoid()
-        return q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ
+        return q_BTHK, k_BTHK, v_BTJV, None, eta_BTJ
 
-    def _log_decay(self, a_TBJ: Tensor) -> Tensor:
-        """g = -exp(A_log) softplus(a + dt_bias), fp32 [B, T, J]."""
-        dt_BTJ = F.softplus(a_TBJ.transpose(0, 1).float() + self.dt_bias)
-        return -self.log_decay_rate.exp() * dt_BTJ
+    def _heads(self, convolved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """q, k and v by head, batch first."""
+        dims = (self.mixer.key_dim, self.mixer.key_dim, self.mixer.value_dim)
+        return tuple(
+            x_TBE.transpose(0, 1).unflatten(-1, (-1, dim))
+            for x_TBE, dim in zip(convolved, dims, strict=True)
+        )

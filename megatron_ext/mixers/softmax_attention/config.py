@@ -4,12 +4,15 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.mixers.base import (
+    TRITON_DIMS,
     MixerConfig,
     require_context_divides,
     require_divisible,
 )
 
+CUDNN_LARGEST_DIM = 128
 Positive = Annotated[int, Field(gt=0)]
 
 
@@ -31,6 +34,10 @@ class Config(MixerConfig):
     """Channels of a head, the first ones, that RoPE rotates; null: all."""
     window: Positive | None = None
     """Tokens a token attends, itself included; null is all before it."""
+    kernel: Literal["torch", "cudnn", "triton"] = "torch"
+    """The op's form in training: torch's FlashAttention-2 (on a CPU its attention); cuDNN's where
+    all documents of a micro-batch have one length, and FlashAttention-2 where they have not; or
+    Triton's. The last two run in bf16 on a GPU, without a window."""
 
     context_parallel: ClassVar[bool] = True
 
@@ -40,6 +47,20 @@ class Config(MixerConfig):
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.rotary_dim is not None and self.rotary_dim > self.head_dim:
             raise ValueError(f"rotary_dim={self.rotary_dim} is more than head_dim={self.head_dim}")
+        if self.kernel != "torch" and self.window is not None:
+            raise ValueError(
+                f"kernel={self.kernel} takes no window, and window={self.window}; use kernel=torch"
+            )
+        if self.kernel == "triton" and self.head_dim not in TRITON_DIMS:
+            raise ValueError(
+                f"kernel=triton takes a head_dim of 64 or 128, not {self.head_dim}; or use "
+                "kernel=torch"
+            )
+        if self.kernel == "cudnn" and (self.head_dim % 8 or self.head_dim > CUDNN_LARGEST_DIM):
+            raise ValueError(
+                f"kernel=cudnn takes a head_dim that is a multiple of 8 up to {CUDNN_LARGEST_DIM}, "
+                f"not {self.head_dim}; or use kernel=torch"
+            )
         return self
 
     def components(self) -> dict[str, int]:
@@ -76,7 +97,7 @@ class Config(MixerConfig):
     ) -> float:
         query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         projected = query + 2 * kv
-        grouped = self.heads != self.kv_heads
+        grouped = self.heads != self.kv_heads and self.kernel != "triton"
         elements = query  # the output
         elements += 2 * query if grouped else 0  # k and v repeated over the group
         if self.rope_base is not None:
@@ -91,9 +112,12 @@ class Config(MixerConfig):
     def working_bytes(
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
     ) -> float:
-        query = self.heads * self.head_dim
-        # Gradients of the output and of q, k, v over all query heads, and FlashAttention's fp32
-        # sum for q's.
+        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.kernel == "triton":
+            # Gradients of the output and of q, k, v, a dense copy of v, a sum a head in fp32.
+            elements = 2 * query + 3 * kv
+            return tokens * (elements * bytes_per_element + 4 * self.heads) / tensor
+        # Gradients of the output and of q, k, v over all query heads, and an fp32 sum for q's.
         return tokens * query / tensor * (4 * bytes_per_element + 4)
 
     def context_bytes_sent(
@@ -108,3 +132,17 @@ class Config(MixerConfig):
             value = getattr(self, field)
             require_divisible(name, field, value, tensor)
             require_context_divides(name, field, value // tensor, tensor, context)
+
+    def check_device(self, name: str, device_type: str, precision: str) -> None:
+        if self.kernel != "torch" and (device_type != "cuda" or precision != "bf16"):
+            raise ConfigError(
+                f"mixers.{name}.kernel={self.kernel} runs on a GPU in bf16, not on {device_type} "
+                f"in {precision}; set mixers.{name}.kernel=torch"
+            )
+
+    def check_deterministic(self, name: str) -> None:
+        if self.kernel == "cudnn":
+            raise ConfigError(
+                f"training.deterministic=true: mixers.{name}.kernel=cudnn adds gradients in no "
+                "fixed order; use torch or triton"
+            )

@@ -59,6 +59,7 @@ class Mixer(ShardedModule):
             batch.cu_seqlens,
             scale=mixer.head_dim**-0.5,
             window=mixer.window,
+            backend=mixer.kernel,
         )
         if batch.context_size > 1:
             o_THK = heads_to_sequence(o_THK, self.cp_group)

@@ -1,0 +1,188 @@
+"""Times the delta rule on the GPU beside flash-linear-attention's gated delta rule, in one run.
+
+    python -m mixtron.kernels.delta_rule.bench [--kernels] [--sweep 2 1]
+
+Prints Markdown: forward, forward + backward, and the memory that they need beyond their inputs,
+from raw q, k, v and gate logits, as a mixer has them; and the decode step. Nothing is checked here:
+`tests/kernels/test_gpu_delta_rule.py` does that.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mixtron.kernels import measure
+from mixtron.kernels.delta_rule import delta_rule, delta_rule_decode, triton_op, triton_plan
+from mixtron.kernels.delta_rule.triton_plan import Launch
+from mixtron.kernels.norms import unit_norm
+
+SHAPES = ((8, 4096, 16), (1, 32768, 32), (1, 131072, 16))
+WIDTH = 128
+DECODE_BATCHES = (1, 32, 256)
+SWEEP = {
+    "gradient": [
+        Launch(4, 1, 128, 64),
+        Launch(8, 1, 128, 64),
+        Launch(4, 1, 64, 64),
+        Launch(4, 2, 64, 64),
+        Launch(8, 1, 128, 128),
+        Launch(8, 1, 64, 128),
+        Launch(8, 2, 64, 128),
+    ],
+    "scan": [Launch(4, 2, 64), Launch(8, 1, 64), Launch(8, 1, 128)],
+    "reverse": [Launch(4, 2, 64), Launch(8, 2, 64), Launch(8, 2, 128)],
+    "prepare_warps": [2, 8],
+    "pairs_warps": [2, 8],
+}
+"""What --sweep launches each kernel with, the others as they are."""
+
+
+def make_inputs(shape: tuple[int, int, int]) -> dict[str, Tensor]:
+    """q, k, v and the logits in bf16, the decay's parameters in fp32."""
+    B, T, H = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    inputs = {name: draw(B, T, H, WIDTH) for name in ("q", "k", "v")}
+    inputs |= {name: draw(B, T, H) for name in ("decay", "step")}
+    inputs["rate"] = torch.full((H,), 1.0, device="cuda")
+    inputs["bias"] = torch.full((H,), -4.0, device="cuda")
+    return {name: x.requires_grad_() for name, x in inputs.items()}
+
+
+def gates(decay: Tensor, step: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return -rate.exp() * F.softplus(decay.float() + bias), step.float().sigmoid()
+
+
+def ours(q, k, v, decay, step, rate, bias) -> Tensor:
+    log_decay, eta = gates(decay, step, rate, bias)
+    options = {"step_size": "kaczmarz", "backend": "triton"}
+    return delta_rule(unit_norm(q), k, v, log_decay, eta, **options)[0]  # pyright: ignore
+
+
+def peer(q, k, v, decay, step, rate, bias) -> Tensor:
+    """Its norms and gates in its own kernels; its refusal of Hopper with Triton 3.4 to 3.7 lifted,
+    and its gradients not checked."""
+    from fla.ops.common import chunk_o  # pyright: ignore[reportMissingImports]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+    return chunk_gated_delta_rule(
+        q, k, v, decay, step,
+        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=rate, dt_bias=bias,
+        use_beta_sigmoid_in_kernel=True,
+    )[0]  # fmt: skip
+
+
+def measured(name: str, op: Callable[..., Tensor], inputs: dict[str, Tensor]) -> list:
+    """A row of a table; a form that cannot run is a row too."""
+    try:
+        found = measure.forward_and_backward(lambda: op(**inputs), list(inputs.values()))
+    except Exception as error:
+        return [name, f"{type(error).__name__}: {str(error)[:60]}", "", ""]
+    return [name, *found[:2], f"{found[2]:,.0f}"]
+
+
+def compare(shape: tuple[int, int, int]) -> None:
+    inputs = make_inputs(shape)
+    rows = [
+        measured("KLA, this op", ours, inputs),
+        measured("gated delta rule, flash-linear-attention", peer, inputs),
+    ]
+    print(f"\n(B, T, H) = {shape}, K = V = {WIDTH}\n")
+    heads = ("op", "forward ms", "forward + backward ms", "extra MiB")
+    print(measure.table(heads, rows), flush=True)
+
+
+def decode() -> None:
+    """Tokens a second of one layer of 16 heads."""
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule  # pyright: ignore
+
+    rows = []
+    for batch in DECODE_BATCHES:
+        inputs = {name: x.detach() for name, x in make_inputs((batch, 1, 16)).items()}
+        q, k, v, decay, step = (x[:, 0] for x in list(inputs.values())[:5])
+        rate, bias = inputs["rate"], inputs["bias"]
+        state = torch.zeros(batch, 16, WIDTH, WIDTH, device="cuda")
+
+        def own(args=(state, q, k, v, decay, rate, bias, step)):
+            delta_rule_decode(*args, step_size="kaczmarz")
+
+        def other(args=inputs, state=state):
+            fused_recurrent_gated_delta_rule(
+                args["q"], args["k"], args["v"], args["decay"], beta=args["step"],
+                initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True, A_log=args["rate"], dt_bias=args["bias"],
+                use_beta_sigmoid_in_kernel=True,
+            )  # fmt: skip
+
+        for name, run in (("KLA, this op", own), ("flash-linear-attention", other)):
+            ms = measure.time_ms(run, repeats=30)
+            rows.append([batch, name, 1000 * ms, f"{1000 * batch / ms:,.0f}"])
+    print("\nOne token, H = 16\n")
+    print(measure.table(("batch", "op", "us", "tokens/s"), rows), flush=True)
+
+
+def kernels(shape: tuple[int, int, int]) -> None:
+    """Each kernel's time, by torch's profiler."""
+    inputs = make_inputs(shape)
+    grad = torch.randn_like(ours(**inputs))
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(4):
+            torch.autograd.grad(ours(**inputs), list(inputs.values()), grad)
+        torch.cuda.synchronize()
+    events = [e for e in profile.key_averages() if e.device_time_total > 40]
+    events.sort(key=lambda e: -e.device_time_total)
+    rows = [[e.key[:60], e.device_time_total / 4000] for e in events]
+    print(f"\n{shape}, kernels\n\n{measure.table(('kernel', 'ms'), rows)}", flush=True)
+
+
+def sweep(shape: tuple[int, int, int], every: int) -> None:
+    """The op with each launch, a state kept of so many chunks; and how far the gradients move."""
+    triton_op.STATE_EVERY = every
+    inputs = make_inputs(shape)
+    leaves = list(inputs.values())
+    grad = torch.randn_like(ours(**inputs))
+
+    def both():
+        return torch.autograd.grad(ours(**inputs), leaves, grad)
+
+    base, expected = triton_plan.PLANS[90], both()
+    print(f"\n{shape}, one state kept of {every}: forward + backward ms, MiB, moved\n")
+    for part, launches in SWEEP.items():
+        for launch in launches:
+            triton_plan.PLANS[90] = dataclasses.replace(base, **{part: launch})
+            try:
+                ms, mib, found = measure.time_ms(both, 2, 7), measure.extra_mib(both), both()
+            except Exception as error:
+                print(f"- {part} {launch}: {str(error)[:60]}", flush=True)
+                continue
+            moved = (float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True))
+            print(f"- {part} {launch}: {ms:.3f}, {mib:,.0f}, {max(moved):.1e}", flush=True)
+    triton_plan.PLANS[90] = base
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kernels", action="store_true", help="each kernel's time too")
+    parser.add_argument("--sweep", type=int, nargs="*", default=[], help="launches too; 1 or 2")
+    options = parser.parse_args()
+    print(measure.versions(), flush=True)
+    for shape in SHAPES:
+        compare(shape)
+    decode()
+    for shape in SHAPES[:2] if options.kernels else ():
+        kernels(shape)
+    for every in options.sweep:
+        sweep(SHAPES[0], every)
+
+
+if __name__ == "__main__":
+    main()

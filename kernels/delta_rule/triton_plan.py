@@ -1,0 +1,55 @@
+"""How the delta rule's kernels are cut and launched, by GPU: a table, no search at run time, which
+would let ranks differ."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mixtron.kernels.triton_tools import architecture
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one kernel is cut and launched."""
+
+    warps: int
+    stages: int
+    block_v: int
+    block_k: int = 128
+    """Columns of values, and of keys, that a program takes at a time; no more than there are."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    prepare_warps: int
+    scan: Launch
+    reverse: Launch
+    pairs_warps: int
+    gradient: Launch
+
+
+PLANS = {
+    80: Plan(
+        prepare_warps=4,
+        scan=Launch(warps=4, stages=1, block_v=64),
+        reverse=Launch(warps=4, stages=2, block_v=64),
+        pairs_warps=4,
+        gradient=Launch(warps=4, stages=1, block_v=128, block_k=64),
+    ),
+    90: Plan(
+        prepare_warps=4,
+        scan=Launch(warps=4, stages=1, block_v=64),
+        reverse=Launch(warps=4, stages=3, block_v=64),
+        pairs_warps=4,
+        gradient=Launch(warps=4, stages=1, block_v=128, block_k=64),
+    ),
+}
+"""By compute capability: an A100 (compiled for, not run on one), an H100 or H200."""
+
+
+def launch_plan(device: torch.device) -> Plan:
+    """
+    Raises:
+        ValueError: a GPU that no plan is for.
+    """
+    return PLANS[architecture(device)]

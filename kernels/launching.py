@@ -1,0 +1,56 @@
+"""Launches of Triton kernels at less cost to the host."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mixtron.kernels import triton_tools
+
+
+class Launched:
+    """A kernel whose `constexpr` parameters come last.
+
+    Triton's `kernel[grid](...)` binds and hashes every argument in Python at each launch, which
+    takes the host longer than a small kernel takes the GPU. Here that is done for the first launch
+    of a kind. A kind is what Triton compiles for: device, constants, dtypes, pointers that lie on
+    16 bytes, integers that are 1, multiples of 16 or beyond 32 bits, and arguments that are None.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.compiled: dict[tuple, tuple] = {}
+
+    def __call__(
+        self, grid: Sequence[int], *arguments: Any, num_warps: int, **constants: Any
+    ) -> None:
+        """Arguments in the kernel's order, constants by name."""
+        if triton_tools.INTERPRETED:
+            self.kernel[grid](*arguments, **constants, num_warps=num_warps)
+            return
+        device = torch.cuda.current_device()
+        kind = (device, num_warps, *constants.items(), *map(_kind, arguments))
+        known = self.compiled.get(kind)
+        if known is None:
+            compiled = self.kernel[grid](*arguments, **constants, num_warps=num_warps)
+            values = tuple(constants[name] for name in self.kernel.arg_names[len(arguments) :])
+            self.compiled[kind] = compiled, values
+            return
+        compiled, values = known
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        # As Triton does, without its hooks around a launch: metadata, enter, exit.
+        compiled.run(
+            *(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None),
+            *arguments,
+            *values,
+        )
+
+
+def _kind(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if type(argument) is int:
+        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+    return type(argument)

@@ -1,0 +1,79 @@
+"""SwiGLU on a GPU: a tile of tokens and channels at a time.
+
+y = s(g) u,   du = dy s(g),   dg = dy u s'(g)      s(g) = g sigmoid(g)
+"""
+
+# Launches take keywords that the kernels' signatures do not have.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mixtron.kernels.launching import Launched
+
+BLOCK = 1024
+"""Channels of a program; it owns one token, so that its reads are of dense rows."""
+
+
+def swiglu_triton(joined: Tensor) -> Tensor:
+    """Argument and result of `swiglu`."""
+    return _SwiGLU.apply(joined)  # type: ignore[return-value]
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, joined):
+        ctx.save_for_backward(joined)
+        joined = joined.contiguous()
+        F = joined.shape[-1] // 2
+        y = joined.new_empty(*joined.shape[:-1], F)
+        if y.numel():
+            forward(_grid(joined), joined, y, F=F, BLOCK=BLOCK, num_warps=4)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[override]
+        (joined,) = ctx.saved_tensors
+        joined, dy = joined.contiguous(), dy.contiguous()
+        djoined = torch.empty_like(joined)
+        if dy.numel():
+            F = dy.shape[-1]
+            backward(_grid(joined), joined, dy, djoined, F=F, BLOCK=BLOCK, num_warps=4)
+        return djoined
+
+
+def _grid(joined: Tensor) -> tuple[int, int]:
+    width = joined.shape[-1]
+    return joined.numel() // width, triton.cdiv(width // 2, BLOCK)
+
+
+@triton.jit
+def forward_kernel(joined, y, F: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < F
+    gate = tl.load(joined + token * 2 * F + channel, inside, 0.0).to(tl.float32)
+    up = tl.load(joined + token * 2 * F + F + channel, inside, 0.0).to(tl.float32)
+    active = gate * tl.sigmoid(gate) * up
+    tl.store(y + token * F + channel, active.to(y.dtype.element_ty), inside)
+
+
+@triton.jit
+def backward_kernel(joined, dy, djoined, F: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < F
+    row = token * 2 * F + channel
+    gate = tl.load(joined + row, inside, 0.0).to(tl.float32)
+    up = tl.load(joined + row + F, inside, 0.0).to(tl.float32)
+    slope = tl.load(dy + token * F + channel, inside, 0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    dgate = slope * up * sigmoid * (1 + gate * (1 - sigmoid))
+    tl.store(djoined + row, dgate.to(djoined.dtype.element_ty), inside)
+    dup = slope * gate * sigmoid
+    tl.store(djoined + row + F, dup.to(djoined.dtype.element_ty), inside)
+
+
+forward, backward = Launched(forward_kernel), Launched(backward_kernel)

@@ -1,0 +1,133 @@
+"""`mixtron bench overhead`: what reading data, logging and saving add to a config's step.
+
+Each is switched off in turn, and the steps without it compared with those that have all three.
+"""
+
+import dataclasses
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from mixtron.kernels.measure import table
+from mixtron.launch.bench.step import begin, build_run, wait, with_micro_batches
+from mixtron.launch.checks import check
+from mixtron.launch.config import RunConfig
+from mixtron.launch.data import open_data
+from mixtron.launch.loop import Run, speed, train_step
+from mixtron.launch.metrics import Metrics, step_line
+from mixtron.launch.saver import Saver
+
+PARTS = ("data", "logging", "saving")
+NEVER = 10**9
+
+
+class ReadBefore:
+    """The same samples again and again, from memory."""
+
+    def __init__(self, data: Any, count: int) -> None:
+        self.samples = [data.read(entry) for entry in data.next(count)]
+
+    def next(self, count: int) -> list[int]:
+        return list(range(count))
+
+    def read(self, number: int) -> Any:
+        return self.samples[number]
+
+    def realised_shares(self) -> dict[str, float]:
+        return {}
+
+
+def bench_overhead(config: RunConfig, steps: int, warm_up: int, micro_batches: int) -> None:
+    """Prints a table on rank 0.
+
+    Args:
+        micro_batches: of a step that is timed, a data-parallel rank.
+    Raises:
+        ConfigError, DataError: as training does.
+    """
+    _, data, _ = open_data(config)
+    ranks = begin(config)
+    own_step = config.training.global_batch_tokens
+    folder = Path(tempfile.mkdtemp(prefix="mixtron_overhead_"))
+    config = config.model_copy(update={"run_dir": str(folder)})
+    config = with_micro_batches(config, ranks.data_size, micro_batches)
+    check(config, ranks.world_size)
+    run = build_run(config, ranks, data)
+    run.saver = Saver(folder / "checkpoints", config.checkpoint, ranks, run.say)
+    run.saver.root.mkdir()
+    run.saver.reserve(run.wrapped, run.optimizer)
+    metrics = Metrics(
+        folder, first_step=1, total_steps=steps, tensorboard=config.logging.tensorboard
+    )
+    read_before = ReadBefore(data, config.global_batch_sequences)
+    for _ in range(warm_up):
+        train_step(run)
+    whole = timed(run, metrics, steps, saving=True)
+    lines = []
+    for off in PARTS:
+        less = dataclasses.replace(run, data=read_before if off == "data" else data)
+        if off == "logging":
+            quiet = config.logging.model_copy(update={"every_steps": NEVER})
+            less.config = config.model_copy(update={"logging": quiet})
+        seen = None if off == "logging" else metrics
+        lines.append((off, whole - timed(less, seen, steps, saving=off != "saving", state=run)))
+    metrics.close()
+    shutil.rmtree(folder)
+    if ranks.is_first:
+        step_s = (whole - sum(dict(lines).values())) / steps
+        print(report(config, dict(lines), steps, step_s, own_step))
+
+
+def timed(run: Run, metrics: Metrics | None, steps: int, *, saving: bool, state: Run | None = None):
+    """Seconds of so many steps, at the first of which a checkpoint's writing begins."""
+    wait(run.ranks)
+    started = time.perf_counter()
+    if saving:
+        saved = (state or run).state()
+        run.saver.save(run.progress.step, run.wrapped, run.optimizer, saved, run.config)
+    for _ in range(steps):
+        begun = time.perf_counter()
+        values = train_step(run)
+        if metrics is not None:
+            values |= speed(run.config, run.ranks, time.perf_counter() - begun)
+            metrics.log(run.progress.step, values)
+            run.say(step_line(run.progress.step, steps, values))
+    wait(run.ranks)
+    seconds = time.perf_counter() - started
+    run.saver.finish()
+    return seconds
+
+
+def report(config: RunConfig, cost_s: dict[str, float], steps: int, step_s: float, own: int) -> str:
+    """What each part costs, and its share of the time that a run of the config takes.
+
+    Args:
+        cost_s: of each part, in `steps` steps and one save.
+        step_s: of a timed step.
+        own: tokens of the config's own step, which may be longer than a timed one.
+    """
+    longer = own / config.training.global_batch_tokens
+    own_s, every = step_s * longer, config.logging.every_steps
+    shares = {
+        "data": cost_s["data"] / steps * longer / own_s,
+        "logging": cost_s["logging"] / steps / every / own_s,
+        "saving": cost_s["saving"] / config.checkpoint.save_every_steps / own_s,
+    }
+    units = {
+        "data": ("a timed step", steps),
+        "logging": ("a logged step", steps),
+        "saving": ("a checkpoint", 1),
+    }
+    rows = [
+        (part, f"{1000 * cost_s[part] / count:,.1f}", unit, f"{shares[part]:.2%}")
+        for part, (unit, count) in units.items()
+    ]
+    rows.append(("together", "", "", f"{sum(shares.values()):.2%}"))
+    said = (
+        f"A timed step takes {1000 * step_s:,.1f} ms; the config's own, of {own:,} tokens, "
+        f"{own_s:,.2f} s, logged every {every} and saved every "
+        f"{config.checkpoint.save_every_steps} steps\n"
+    )
+    return f"{said}\n{table(('part', 'ms', 'of', 'share of the run'), rows)}"

@@ -1,0 +1,50 @@
+"""Every kernel, compiled without a GPU, fits the shared memory of those it has launches for."""
+
+import pytest
+import torch
+
+from mixtron.kernels import self_test_cases
+from mixtron.kernels.delta_rule import triton_plan
+from mixtron.kernels.self_test import results
+from mixtron.kernels.triton_tools import SHARED_MEMORY_BYTES
+from tests.kernels.launches import recorded
+
+CASES = {case.name: case for case in self_test_cases.all_cases()}
+
+
+def launches(case, capability, monkeypatch):
+    monkeypatch.setattr(triton_plan, "architecture", lambda device: capability)
+    inputs = {n: x if n in case.wide else x.bfloat16() for n, x in case.inputs.items()}
+    weight = torch.zeros(case.reference(*inputs.values()).shape)
+    with recorded() as found:
+        results(case.triton, inputs, weight)
+    return found
+
+
+def assert_fits(found, capability):
+    for (name, *compiled_for), shared_bytes in found.items():
+        assert shared_bytes(capability) <= SHARED_MEMORY_BYTES[capability], (name, compiled_for)
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY_BYTES)
+def test_the_largest_kernel_fits(capability, monkeypatch):
+    case = CASES["delta_rule (kaczmarz, K 128, V 128)"]
+    found = launches(case, capability, monkeypatch)
+    names = [name for name, *_ in found]
+    assert names == [
+        "prepare_kernel",
+        "scan_kernel",
+        "reverse_scan_kernel",
+        "pairs_kernel",
+        "gradient_kernel",
+    ]
+    assert_fits({k: x for k, x in found.items() if k[0] == "gradient_kernel"}, capability)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("capability", SHARED_MEMORY_BYTES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_kernel_fits(name, capability, monkeypatch):
+    found = launches(CASES[name], capability, monkeypatch)
+    assert found
+    assert_fits(found, capability)
