@@ -1,5 +1,7 @@
 """KLA (arXiv 2605.08587) as a Megatron layer's mixer."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch import Tensor
 from mixtron.kernels.delta_rule import delta_rule, delta_rule_segment_map, delta_rule_step
 from mixtron.kernels.norms import rms_norm, unit_norm
 from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.cache import end_states
 from mixtron.megatron_ext.context_parallel import (
     StateExchange,
     heads_to_sequence,
@@ -106,8 +109,12 @@ class Mixer(ShardedModule):
             backend=self.mixer.kernel,
         )
         if batch.cache is not None:
-            tail = self.convolution.tail(torch.cat(raw, dim=-1))
-            batch.cache.layers[self.layer_number] = {"state": state_BJKV, "tail": tail}
+            segment_map = partial(delta_rule_segment_map, step_size=self.mixer.step_size)
+            state_BJKV = end_states(segment_map, batch.lengths, writes, state_BJKV)
+            batch.cache.layers[self.layer_number] = {
+                "state": state_BJKV,
+                "tail": self.convolution.tails(torch.cat(raw, dim=-1), batch.lengths),
+            }
         return o_BTJV
 
     def _report(self, log_decay_BTJ: Tensor | None, eta_BTJ: Tensor, scalars: Scalars) -> None:
