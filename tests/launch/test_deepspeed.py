@@ -8,7 +8,7 @@ import pytest
 from mixtron.launch.checkpoint_tools import compare_tensors
 from mixtron.megatron_ext.mixers import mixer_configs
 from tests.helpers.jobs import rows, small_config, write_config
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import renew_ranks, run_on_ranks
 from tests.launch.deepspeed_runs import MEGATRON, curves, trained_with, with_bad_steps, zero
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -43,6 +43,7 @@ def test_a_mixer_trains_as_on_megatrons_engine(tmp_path, mixer):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_every_engine_and_layout_follows_one_rank(tmp_path, mixer):
     """Over 20 steps, on two data ranks, between which ZeRO splits what it splits."""
@@ -50,6 +51,7 @@ def test_every_engine_and_layout_follows_one_rank(tmp_path, mixer):
     found = run_on_ranks(1, curves, config, [recall(tmp_path, ONE, MEGATRON)], 20)[0]
     for ranks, layout in ((2, ONE), (4, TP2), (4, TP2_SP)):
         variants = [recall(tmp_path, layout, e) for e in (MEGATRON, zero(1), zero(2), zero(3))]
+        renew_ranks()
         found += run_on_ranks(ranks, curves, config, variants, 20, timeout_s=900)[0]
     assert_same_curves(found)
 
@@ -143,10 +145,11 @@ def test_engines_and_layouts_take_turns_on_one_checkpoint(corpus, tmp_path):
         ([*plain, TP2_SP, *MEGATRON], 6),
         ([*plain, TP2, *zero(3)], 8),
         ([*plain, ONE, *zero(2, "optimizer")], 10),
-        ([*plain, ONE, *MEGATRON], None),
     ]
     codes, error = trained_with(corpus, turns, 2, relay)
-    assert codes == [75] * 5 + [0], error
+    assert codes == [75] * 5, error
+    codes, error = trained_with(corpus, turns, 1, [([*plain, ONE, *zero(3)], None)])
+    assert codes == [0], error
     expected, losses = (
         [row["train/loss"] for row in rows(folder / "run") if "train/loss" in row]
         for folder in (straight, turns)
