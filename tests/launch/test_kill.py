@@ -109,13 +109,6 @@ def test_eight_random_kills(start_job, corpus, straight, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(5))
-def test_forty_random_kills(start_job, corpus, straight, tmp_path, seed):
-    kill_and_compare(start_job, corpus, straight, tmp_path, kills=8, seed=100 + seed, overrides=[])
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_random_kills_under_zero(start_job, corpus, tmp_path, stage):
     """On two data ranks, between which ZeRO splits what it splits."""
