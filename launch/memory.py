@@ -4,6 +4,8 @@ What `torch.cuda.max_memory_allocated` reports. The CUDA context, NCCL's buffers
 allocator holds without using it come on top.
 """
 
+import math
+
 from mixtron.launch.config import RunConfig
 from mixtron.launch.estimate import NORM_PARAMETERS
 
@@ -54,18 +56,30 @@ def zero_states(config: RunConfig, held: float, owned: float) -> dict[str, float
     weights = held if stage < 3 else min(held, max_live)
     if stage == 3 and zero.offload != "optimizer+weights":
         weights += owned
-    gradients = held if stage == 1 else owned
+    # Stage 1 sums over micro-batches beside every parameter, then into this rank's part. The part
+    # is on the GPU with an offloaded optimizer as well, but at stage 3.
+    gradients = owned if stage > 1 else held + owned
     # Stages 1 and 2 hold fp32 weights a second time.
     optimizer = owned * (8 if config.training.precision == "fp32" and stage == 3 else 12)
-    buffers = 2 if config.parallel.overlap else 1
-    if offloaded and stage < 3:
-        buffers *= 2  # the last step's are held until the host has copied out of them
+    bucket, buffers = zero.zero_optimization.reduce_bucket_size, 2 if config.parallel.overlap else 1
+    if offloaded and bucket >= held:
+        # All is reduced at the end of backward; the next one begins before the host has it.
+        buffers *= 2
+    # Gradients pass to the host through room for the largest.
+    passing = element * _largest_parameter(config) if offloaded and stage < 3 else 0.0
     return {
         "weights": weights * element,
         "gradients": 0.0 if offloaded and stage == 3 else gradients * 4,
         "optimizer": 0.0 if offloaded else optimizer,
-        "gradient buckets": buffers * 4.0 * zero.zero_optimization.reduce_bucket_size,
+        "gradient buckets": buffers * 4.0 * bucket + passing,
     }
+
+
+def _largest_parameter(config: RunConfig) -> float:
+    """Elements: of the embedding or of an MLP's fused projection."""
+    model = config.model
+    rows = max(model.padded_vocab_size, (model.mlp_matrices - 1) * model.ffn_hidden_size)
+    return rows * model.hidden_size / config.parallel.tensor
 
 
 def host_memory(config: RunConfig, world_size: int) -> dict[str, float]:
@@ -74,13 +88,18 @@ def host_memory(config: RunConfig, world_size: int) -> dict[str, float]:
     if zero is None or zero.offload == "none":
         return {}
     owned = stage_parameters(config, 0) / (world_size // config.parallel.tensor)
-    parts = {
-        "optimizer": 12 * owned,
-        # Stage 3 collects them in one buffer and steps from another.
-        "gradients": (8 if zero.zero_stage == 3 else 4) * owned,
-    }
+
+    def transferred(size: float) -> float:
+        """torch rounds pinned memory up to a power of two."""
+        return 2.0 ** math.ceil(math.log2(size)) if zero.pin_memory else size
+
+    parts = {"optimizer": 12 * owned, "gradients": transferred(4 * owned)}
+    if zero.zero_stage == 3:
+        parts["gradients"] *= 2  # collected in one buffer, and stepped from another
+    else:
+        parts["optimizer"] = transferred(4 * owned) + 8 * owned
     if zero.zero_stage < 3 or zero.offload == "optimizer+weights":
-        parts["weights"] = element_bytes(config) * owned
+        parts["weights"] = transferred(element_bytes(config) * owned)
     return parts
 
 

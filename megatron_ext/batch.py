@@ -42,7 +42,7 @@ class Batch(PackedSeqParams):
     context_rank: int = 0
     context_size: int = 1
     cache: Cache | None = None
-    """Decoding: filled by a stream of one whole sequence, or advanced by one of a token each."""
+    """Decoding: filled by a stream of whole sequences, or advanced by one of a token each."""
     decoding: bool = False
     """The stream holds the next token of each of the cache's sequences."""
     _shared: dict = field(default_factory=dict)
@@ -131,10 +131,10 @@ def make_batch(
     )
 
 
-def prefill_batch(tokens: int, device: torch.device | str) -> Batch:
-    """A stream of one whole sequence, which fills a new cache."""
-    batch = make_batch([tokens], step=EVALUATION_STEP, device=device)
-    batch.cache = Cache.empty(device)
+def prefill_batch(lengths: list[int], device: torch.device | str) -> Batch:
+    """A stream of whole sequences of these lengths, which fills a new cache."""
+    batch = make_batch(lengths, step=EVALUATION_STEP, device=device)
+    batch.cache = Cache(torch.tensor(lengths, device=device))
     return batch
 
 

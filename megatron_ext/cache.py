@@ -1,32 +1,30 @@
 """What the layers keep of sequences that are decoded token by token."""
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass
 class Cache:
     """Of every layer, by its number: tensors whose dimension 0 counts the sequences.
 
-    Filled by a forward pass over one whole sequence (prefill); several are stacked and then advance
-    together, a token each a step.
+    Filled by a forward pass over a stream of whole sequences, the documents of one batch (prefill);
+    then they advance together, a token each a step.
     """
 
     lengths: Tensor
-    """[B] int64: tokens that each sequence has so far."""
+    """[B] int64: tokens that each sequence has so far; in prefill, when it is done."""
     layers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, device: torch.device | str) -> "Cache":
-        """For the prefill of one sequence."""
-        return cls(torch.zeros(1, dtype=torch.int64, device=device))
-
-    @classmethod
     def stack(cls, caches: list["Cache"]) -> "Cache":
-        """Sequences side by side; what grows with a sequence is filled up to the longest."""
+        """The sequences of several streams; what grows with one is filled up to the longest."""
         layers = {
             number: {
                 name: _pad_and_cat([cache.layers[number][name] for cache in caches])
@@ -49,6 +47,30 @@ class Cache:
             self.layers[number][name] = stored
         stored[torch.arange(len(rows), device=rows.device), self.lengths] = rows
         return stored[:, :needed]
+
+
+def side_by_side(rows_TE: Tensor, lengths: list[int]) -> Tensor:
+    """A stream's rows [T, ...] by document, [B, longest, ...], filled up with zeros."""
+    return pad_sequence(list(rows_TE.split(lengths)), batch_first=True)
+
+
+def by_document(lengths: list[int], *streams_1TE: Tensor | None) -> Iterator[tuple]:
+    """Of each document its part [1, tokens, ...] of every stream [1, T, ...]; None stays None."""
+    return zip(*(repeat(None) if x is None else x.split(lengths, 1) for x in streams_1TE))  # noqa: B905
+
+
+def end_states(
+    segment_map: Callable, lengths: list[int], writes: Iterable[Tensor | None], last: Tensor
+) -> Tensor:
+    """[N, ...], the state after each document of a stream.
+
+    Args:
+        segment_map: what tokens do to the state before them, a pair of transition and write.
+        writes: what the tokens write, [1, T, ...] each.
+        last: the state after the last document, which the op gives.
+    """
+    earlier = list(by_document(lengths, *writes))[:-1]
+    return torch.cat([*(segment_map(*part)[1] for part in earlier), last])
 
 
 def _pad_and_cat(tensors: list[Tensor]) -> Tensor:

@@ -373,10 +373,12 @@ class ShortConvolution(ShardedModule):
             return self.beside.rows_before(last_TBE, halo)
         return rows_before(last_TBE, halo, self.cp_group)
 
-    def tail(self, x_TBE: Tensor) -> Tensor:
-        """The inputs [B, width - 1, E] that the next tokens still reach; zeros before the first."""
+    def tails(self, x_TBE: Tensor, lengths: list[int]) -> Tensor:
+        """Each document's inputs [N, width - 1, E] that its next tokens still reach; zeros before
+        its first."""
         rows = self.weight.shape[1] - 1
-        return F.pad(x_TBE, (0, 0, 0, 0, rows, 0))[x_TBE.shape[0] :].transpose(0, 1)
+        parts = x_TBE[:, 0].split(lengths)
+        return torch.stack([F.pad(x_TE, (0, 0, rows, 0))[len(x_TE) :] for x_TE in parts])
 
     def step(self, x_BE: Tensor, tail_BWE: Tensor) -> tuple[Tensor, Tensor]:
         """The next token of each sequence: its output [B, E] and the new tail."""

@@ -1,8 +1,10 @@
-"""Prompts at once, then token by token, several sequences side by side."""
+"""Prompts at once, one behind the other, then token by token, all side by side."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
+from torch import Tensor
 
 from mixtron.launch.inference.model import Loaded
 from mixtron.launch.inference.sampling import Sampling
@@ -11,6 +13,10 @@ from mixtron.megatron_ext.batch import decode_batch, prefill_batch
 from mixtron.megatron_ext.cache import Cache
 from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.model import forward
+
+PREFILL_TOKENS = 8192
+"""Prompts are packed into streams of at most so many tokens (a longer one has its own), which
+bounds the logits that exist at once."""
 
 Step = list[int | None]
 """The next token of every sequence; None: it has ended."""
@@ -44,16 +50,7 @@ def decode(
     All ranks of a model draw the same: they see the same logits.
     """
     model, ranks, eod = loaded.source.config.model, loaded.ranks, loaded.source.tokenizer.eod_id
-    caches, last = [], []
-    for ids in prompts:
-        batch = prefill_batch(len(ids), ranks.device)
-        stream_BT = torch.tensor([list(ids)], device=ranks.device)
-        logits_BTV = forward(loaded.chunk, model, ranks, stream_BT, batch)
-        assert batch.cache is not None
-        batch.cache.lengths += len(ids)
-        caches.append(batch.cache)
-        last.append(logits_BTV[0, -1].cpu())
-    cache = Cache.stack(caches)
+    cache, last = _prefill(loaded, prompts)
     generators = [sampling.generator(i) for i in range(len(prompts))]
     ended = [False] * len(prompts)
     for step in range(1, tokens + 1):
@@ -66,3 +63,28 @@ def decode(
         logits_BTV = forward(loaded.chunk, model, ranks, stream_BT, decode_batch(cache))
         cache.lengths += 1
         last = list(logits_BTV[0].cpu())
+
+
+def _prefill(loaded: Loaded, prompts: Sequence[Sequence[int]]) -> tuple[Cache, list[Tensor]]:
+    """The prompts' cache, and behind each the next token's logits [V] on the CPU."""
+    model, ranks = loaded.source.config.model, loaded.ranks
+    caches, last = [], []
+    for packed in _packed(prompts):
+        batch = prefill_batch([len(ids) for ids in packed], ranks.device)
+        stream_BT = torch.tensor([list(chain(*packed))], device=ranks.device)
+        logits_BTV = forward(loaded.chunk, model, ranks, stream_BT, batch)
+        caches.append(batch.cache)
+        ends = torch.tensor(batch.lengths).cumsum(0) - 1
+        last += logits_BTV[0, ends.to(ranks.device)].cpu()
+    return Cache.stack(caches), last
+
+
+def _packed(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Prompts that lie in one stream together."""
+    taken: list[Sequence[int]] = []
+    for ids in prompts:
+        if taken and sum(map(len, taken)) + len(ids) > PREFILL_TOKENS:
+            yield taken
+            taken = []
+        taken.append(ids)
+    yield taken

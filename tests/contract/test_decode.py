@@ -1,4 +1,4 @@
-"""Prefill and token-by-token decode give the logits of the full forward pass, at every position."""
+"""Packed prompts, then decoding token by token: all logits are those of the full forward pass."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ from tests.contract.cases import MIXERS, ONE_RANK, TP2, Case
 from tests.helpers.ranks import run_on_ranks
 
 BATCHES = ((63, 1, 65), (64,))
-"""Prompts that are decoded side by side: the shortest, and around a chunk and a power of two."""
+"""Prompts that are packed, then decoded side by side: the shortest, and around a chunk and a power
+of two."""
 STEPS = 8
 LENGTH = 80
 """Of the full forward, which goes on behind the tokens that are decoded: they cannot see that."""
@@ -35,14 +36,12 @@ def decode_and_forward(mixer: str, tensor: int) -> list[tuple[torch.Tensor, torc
     pairs = []
     with torch.no_grad():
         for prompts in BATCHES:
-            streams = [
-                torch.randint(0, model.vocab_size, (1, LENGTH), generator=generator)
-                for _ in prompts
-            ]
-            decoded = _decoded(chunk, model, ranks, streams, prompts)
-            for stream, rows in zip(streams, decoded, strict=True):
+            shape = (len(prompts), LENGTH)
+            texts = torch.randint(0, model.vocab_size, shape, generator=generator)
+            decoded = _decoded(chunk, model, ranks, texts, prompts)
+            for text, rows in zip(texts, decoded, strict=True):
                 whole = make_batch([LENGTH], step=0, device=device)
-                full = forward(chunk, model, ranks, stream, whole)[0]
+                full = forward(chunk, model, ranks, text[None], whole)[0]
                 pairs.append((rows, full[: len(rows)]))
     return pairs
 
@@ -52,21 +51,18 @@ def _of_length(mixer):
     return mixer.model_copy(update=options)
 
 
-def _decoded(chunk, model, ranks, streams, prompts) -> list[torch.Tensor]:
-    """Logits [prompt + STEPS, V] of each sequence."""
+def _decoded(chunk, model, ranks, texts, prompts) -> list[torch.Tensor]:
+    """Logits [prompt + STEPS, V] of each text."""
     from mixtron.megatron_ext.batch import decode_batch, prefill_batch
-    from mixtron.megatron_ext.cache import Cache
     from mixtron.megatron_ext.model import forward
 
-    caches, found = [], []
-    for stream, n in zip(streams, prompts, strict=True):
-        batch = prefill_batch(n, ranks.device)
-        found.append([forward(chunk, model, ranks, stream[:, :n], batch)[0]])
-        batch.cache.lengths += n
-        caches.append(batch.cache)
-    cache = Cache.stack(caches)
-    for step in range(STEPS):
-        tokens = torch.stack([s[0, n + step] for s, n in zip(streams, prompts, strict=True)])
+    batch = prefill_batch(list(prompts), ranks.device)
+    stream = torch.cat([text[:n] for text, n in zip(texts, prompts, strict=True)])
+    logits = forward(chunk, model, ranks, stream[None], batch)[0]
+    found, cache = [[rows] for rows in logits.split(prompts)], batch.cache
+    text_B = torch.arange(len(texts))
+    for _ in range(STEPS):
+        tokens = texts[text_B, cache.lengths]
         logits = forward(chunk, model, ranks, tokens[None], decode_batch(cache))[0]
         cache.lengths += 1
         for rows, row in zip(found, logits, strict=True):

@@ -38,6 +38,12 @@ def run_on_ranks(world_size: int, function: Callable, *args, timeout_s: float = 
     return _pool().run(world_size, function, args, timeout_s)
 
 
+def renew_ranks() -> None:
+    """The next call finds new processes. The threads of the process groups that a call leaves
+    behind go on, and many of them take the processor from all others."""
+    _pool().renew()
+
+
 @cache
 def _pool() -> "RankPool":
     pool = RankPool()
@@ -73,8 +79,7 @@ class RankPool:
     def run(self, world_size: int, function: Callable, args: tuple, timeout_s: float) -> list:
         assert 1 <= world_size <= self.size, f"a world of {world_size} of {self.size} ranks"
         if self.calls and self.calls % CALLS_A_PROCESS == 0:
-            self._kill()
-            self._fork()
+            self.renew()
         self.calls += 1
         call = pickle.dumps((function, args))
         for rank, connection in enumerate(self.ranks[:world_size]):
@@ -85,9 +90,12 @@ class RankPool:
         if reason is None:
             return [outcomes[rank][1] for rank in range(world_size)]
         message = "\n".join([reason, *self._describe(world_size, outcomes)])
+        self.renew()
+        raise RankFailure(message)
+
+    def renew(self) -> None:
         self._kill()
         self._fork()
-        raise RankFailure(message)
 
     def close(self) -> None:
         """Ends the server and the ranks. They also end by themselves when this process dies."""

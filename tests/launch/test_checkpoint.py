@@ -20,8 +20,10 @@ from mixtron.launch.checkpoint import (
 from mixtron.launch.checkpoint_files import CheckpointError, list_checkpoints, read_manifest
 from mixtron.launch.checkpoint_folder import check_shared_folder, remove_old
 from mixtron.megatron_ext.config import ParallelConfig
+from mixtron.megatron_ext.optimizer_state import STATES
 from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
 from tests.helpers.ranks import RankFailure, run_on_ranks
+from tests.launch import toy_run
 from tests.launch.toy_run import ToyRun, build
 
 ONE = ParallelConfig()
@@ -281,6 +283,27 @@ def test_names_and_shapes_that_differ_are_listed_on_every_rank(one_rank, model, 
     for text in said:
         assert text in line
     assert "optimizer" not in line
+
+
+def save_with_a_frozen_norm(root: Path):
+    made = toy_run.build_model
+
+    def frozen(*args, **options):
+        chunks = made(*args, **options)
+        chunks[0].decoder.final_layernorm.weight.requires_grad_(False)
+        return chunks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy_run, "build_model", frozen)
+        save(build(ONE), root)
+    return error_of(lambda: resumed(root, ONE))
+
+
+def test_optimizer_state_is_matched_by_name_and_what_lacks_is_listed(tmp_path):
+    [(line, code)] = run_on_ranks(1, save_with_a_frozen_norm, tmp_path)
+    assert code == 2
+    names = [f"optimizer.state.{s}.decoder.final_layernorm.weight" for s in sorted(STATES)]
+    assert line.endswith(f"missing in the checkpoint: {', '.join(names)}")
 
 
 # Saves that fail

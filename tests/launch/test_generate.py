@@ -3,6 +3,7 @@
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,14 +19,18 @@ GREEDY = {"temperature": 0.0}
 def continued(
     run: str, prompts: list[str], sampling: dict, tensor: int = 1, tokens: int = 10
 ) -> tuple[list[str], list[str]]:
-    """The texts, and everything that was given out, in order."""
+    """The texts, and everything that was given out, in order; the first two prompts are packed."""
+    from mixtron.launch.inference import decoding
     from mixtron.launch.inference.generate import Request, generate
     from mixtron.launch.inference.model import load
     from mixtron.launch.inference.source import find_source
 
     given: list[str] = []
     loaded = load(find_source(Path(run), tensor=tensor))
-    texts = generate(loaded, Request(prompts, tokens, Sampling(**sampling)), given.append)
+    request = Request(prompts, tokens, Sampling(**sampling))
+    first_two = sum(map(len, request.ids(loaded.source)[:2]))
+    with patch.object(decoding, "PREFILL_TOKENS", first_two):
+        texts = generate(loaded, request, given.append)
     return texts, given
 
 

@@ -20,6 +20,7 @@ from tests.helpers.jobs import (
     write_config,
 )
 from tests.helpers.ranks import run_on_ranks
+from tests.launch.deepspeed_runs import zero
 
 STEPS = 84
 SAVE_EVERY = 6
@@ -32,10 +33,13 @@ JOB = [
 
 @pytest.fixture(scope="module")
 def straight(corpus, tmp_path_factory) -> Path:
+    return run_straight(corpus, tmp_path_factory.mktemp("straight"), [])
+
+
+def run_straight(corpus: Path, folder: Path, overrides: list[str]) -> Path:
     """The run folder of a run that nothing happened to."""
-    folder = tmp_path_factory.mktemp("straight")
     config = write_config(folder / "config.yaml", small_config(corpus, folder / "run"))
-    job = Job(config, folder / "run", overrides=JOB).start()
+    job = Job(config, folder / "run", overrides=[*JOB, *overrides]).start()
     assert job.wait() == 0, job.log()[-3000:]
     return folder / "run"
 
@@ -65,7 +69,13 @@ def _weights_hash(checkpoint: str) -> str:
 
 
 def kill_and_compare(
-    start_job, corpus: Path, straight: Path, folder: Path, kills: int, seed: int
+    start_job,
+    corpus: Path,
+    straight: Path,
+    folder: Path,
+    kills: int,
+    seed: int,
+    overrides: list[str],
 ) -> None:
     """Kills the job `kills` times, each time at a random moment of one saving interval.
 
@@ -78,14 +88,14 @@ def kill_and_compare(
         complete = [c.step for c in list_checkpoints(run_dir / "checkpoints") if c.complete]
         assert STEPS not in complete, "the run ended before all kills: give it more steps"
         mode = f"checkpoint.asynchronous={'true' if kill % 2 else 'false'}"
-        job = start_job(config, run_dir, [*JOB, mode])
+        job = start_job(config, run_dir, [*JOB, *overrides, mode])
         job.wait_for_step(max([0, *complete]) + draw.randint(1, SAVE_EVERY))
         time.sleep(draw.uniform(0, 0.1))
         job.kill()
         kept = [c.step for c in list_checkpoints(run_dir / "checkpoints") if c.complete]
         assert not complete or max(kept) >= max(complete)
         assert last_step(run_dir) - max([0, *kept]) <= 2 * SAVE_EVERY
-    job = start_job(config, run_dir, JOB)
+    job = start_job(config, run_dir, [*JOB, *overrides])
     assert job.wait() == 0, job.log()[-3000:]
     assert history(run_dir) == history(straight)
     final = f"checkpoints/step_{STEPS:08d}"
@@ -94,14 +104,19 @@ def kill_and_compare(
 
 
 def test_eight_random_kills(start_job, corpus, straight, tmp_path):
-    kill_and_compare(start_job, corpus, straight, tmp_path, kills=8, seed=8)
+    kill_and_compare(start_job, corpus, straight, tmp_path, kills=8, seed=8, overrides=[])
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(5))
-def test_forty_random_kills(start_job, corpus, straight, tmp_path, seed):
-    kill_and_compare(start_job, corpus, straight, tmp_path, kills=8, seed=100 + seed)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_random_kills_under_zero(start_job, corpus, tmp_path, stage):
+    """On two data ranks, between which ZeRO splits what it splits."""
+    overrides = ["parallel={tensor: 1}", *zero(stage)]
+    straight = run_straight(corpus, tmp_path, overrides)
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    kill_and_compare(start_job, corpus, straight, folder, 2, seed=stage, overrides=overrides)
 
 
 def test_signal_saves_and_asks_for_another_start(start_job, corpus, straight, tmp_path):

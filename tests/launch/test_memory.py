@@ -11,6 +11,7 @@ from mixtron.launch.config import dump_config, load_config
 from mixtron.launch.estimate import parameters
 from mixtron.launch.memory import (
     chunk_logit_bytes,
+    host_memory,
     layers_of_stage,
     memory_per_rank,
     stage_memory,
@@ -115,6 +116,42 @@ def test_static_memory_by_hand():
     assert one["optimizer"] == 8 * eight["optimizer"] == 12 * total
     fp32 = memory_per_rank(large("training.precision=fp32"), 1)
     assert (fp32["weights"], fp32["optimizer"]) == (4 * total, 8 * total)
+
+
+ZERO_ON_A_GPU = {
+    "1, none": (7.77, 1.07),
+    "2, none": (7.02, 1.01),
+    "3, none": (7.10, 1.08),
+    "1, optimizer": (4.23, 1.12),
+    "2, optimizer": (3.48, 1.02),
+}
+"""GiB at the peak of 325 M parameters on an H200 (torch 2.11, DeepSpeed 0.19.8, 2026-11-30), and
+how much more is predicted: not all parts are at their largest at once."""
+
+
+@pytest.mark.parametrize("case", ZERO_ON_A_GPU)
+def test_zero_held_no_more_on_a_gpu_than_predicted(case):
+    stage, offload = case.split(", ")
+    config = large(
+        *("engine=deepspeed", f"deepspeed={{zero_stage: {stage}, offload: {offload}}}", BF16),
+        *("model.layers=8", "model.hidden_size=1536", "model.ffn_hidden_size=4096"),
+        *("mixers.attention={type: softmax_attention, heads: 12, kv_heads: 12, head_dim: 128}",),
+        *("training.recompute=full", "training.micro_batch_sequences=4"),
+        *("data.sequence_length=2048", "training.global_batch_tokens=16384"),
+    )
+    measured, margin = ZERO_ON_A_GPU[case]
+    predicted = sum(memory_per_rank(config, 1).values()) / 2**30
+    assert measured <= predicted <= margin * measured
+
+
+def test_host_memory_of_an_offloaded_optimizer_on_a_gpu():
+    """33.7 GiB of the process were seen, with what torch and CUDA take themselves."""
+    config = large(
+        *("engine=deepspeed", "deepspeed={zero_stage: 2, offload: optimizer}", BF16),
+        *("model.layers=18", "model.hidden_size=2560", "model.ffn_hidden_size=6800"),
+        *("mixers.attention={type: softmax_attention, heads: 20, kv_heads: 20, head_dim: 128}",),
+    )
+    assert 31 < sum(host_memory(config, 1).values()) / 2**30 < 33.7
 
 
 def test_activations_by_hand():

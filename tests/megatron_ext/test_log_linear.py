@@ -240,12 +240,11 @@ def decode_lengths(tokens: int) -> list[tuple[int, int]]:
     (chunk,) = build_model(
         config.model, config.mixers, config.parallel, ranks, seed=1, bf16=False, max_tokens=64
     )
-    prefill = prefill_batch(3, device)
+    prefill = prefill_batch([3], device)
     cache, held = prefill.cache, []
     assert cache is not None
     with torch.no_grad():
         forward(chunk, config.model, ranks, torch.tensor([[5, 6, 7]]), prefill)
-        cache.lengths += 3
         for count in range(4, tokens + 1):
             forward(chunk, config.model, ranks, torch.tensor([[count]]), decode_batch(cache))
             cache.lengths += 1

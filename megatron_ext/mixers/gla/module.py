@@ -11,6 +11,7 @@ from mixtron.kernels.gated_linear_attention import (
     gated_linear_step,
 )
 from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.cache import end_states
 from mixtron.megatron_ext.context_parallel import state_before
 from mixtron.megatron_ext.layers import (
     FusedColumnParallel,
@@ -91,6 +92,7 @@ class Mixer(ShardedModule):
             backend=self.mixer.kernel,
         )
         if batch.cache is not None:
+            state_BHKV = end_states(gated_linear_segment_map, batch.lengths, writes, state_BHKV)
             batch.cache.layers[self.layer_number] = {"state": state_BHKV}
         return o_BTHV
 

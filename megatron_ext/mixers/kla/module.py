@@ -1,5 +1,7 @@
 """KLA (arXiv 2605.08587) as a Megatron layer's mixer."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from mixtron.kernels.delta_rule import (
 )
 from mixtron.kernels.norms import rms_norm, unit_norm
 from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.cache import end_states
 from mixtron.megatron_ext.context_parallel import (
     StateExchange,
     heads_to_sequence,
@@ -134,8 +137,14 @@ class Mixer(ShardedModule):
         if self.relay is not None:
             o_BTJV = self.relay.send(o_BTJV, state_BJKV)
         if batch.cache is not None:
-            tail = self.convolution.tail(raw_TBE)
-            batch.cache.layers[self.layer_number] = {"state": state_BJKV, "tail": tail}
+            segment_map = partial(
+                delta_rule_segment_map, step_size=self.mixer.step_size, backend=self.mixer.kernel
+            )
+            state_BJKV = end_states(segment_map, batch.lengths, writes, state_BJKV)
+            batch.cache.layers[self.layer_number] = {
+                "state": state_BJKV,
+                "tail": self.convolution.tails(raw_TBE, batch.lengths),
+            }
         return o_BTJV
 
     def _report(self, log_decay_BTJ: Tensor | None, eta_BTJ: Tensor, scalars: Scalars) -> None:

@@ -8,6 +8,7 @@ from mixtron.kernels.linear_attention import (
     linear_attention_step,
 )
 from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.cache import end_states
 from mixtron.megatron_ext.context_parallel import state_before
 from mixtron.megatron_ext.layers import FusedColumnParallel, OutputProjection, ShardedModule
 from mixtron.megatron_ext.mixers.linear_attention.config import Config
@@ -66,6 +67,9 @@ class Mixer(ShardedModule):
             backend=self.mixer.kernel,
         )
         if batch.cache is not None:
+            state_BHKW = end_states(
+                linear_attention_segment_map, batch.lengths, (k_BTHK, v_BTHV), state_BHKW
+            )
             batch.cache.layers[self.layer_number] = {"state": state_BHKW}
         return o_BTHV
 

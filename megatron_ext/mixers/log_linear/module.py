@@ -14,6 +14,7 @@ from mixtron.kernels.log_linear_attention import (
 )
 from mixtron.kernels.norms import unit_norm
 from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.cache import by_document
 from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.layers import (
     FusedColumnParallel,
@@ -108,10 +109,13 @@ class Mixer(ShardedModule):
             backend=self.mixer.kernel,
         )
         if batch.cache is not None:
-            _, states_BSJKV = log_linear_segment_map(*writes, levels=self.mixer.L)
+            states = [
+                log_linear_segment_map(*part, levels=self.mixer.L)[1]
+                for part in by_document(batch.lengths, *writes)
+            ]
             batch.cache.layers[self.layer_number] = {
-                "states": states_BSJKV[:, : batch.max_seqlen.bit_length()],
-                "tail": self.convolution.tail(raw_TBE),
+                "states": torch.cat(states)[:, : batch.max_seqlen.bit_length()],
+                "tail": self.convolution.tails(raw_TBE, batch.lengths),
             }
         return self._skipped(o_BTJV, v_BTJV)
 

@@ -10,6 +10,7 @@ from mixtron.kernels.gated_linear_attention import (
     gated_linear_step,
 )
 from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.cache import end_states
 from mixtron.megatron_ext.context_parallel import state_before
 from mixtron.megatron_ext.layers import (
     FusedColumnParallel,
@@ -88,8 +89,11 @@ class Mixer(ShardedModule):
             backend=self.mixer.kernel,
         )
         if batch.cache is not None:
-            tail = self.convolution.tail(raw_TBE)
-            batch.cache.layers[self.layer_number] = {"state": state_BJKV, "tail": tail}
+            state_BJKV = end_states(gated_linear_segment_map, batch.lengths, writes, state_BJKV)
+            batch.cache.layers[self.layer_number] = {
+                "state": state_BJKV,
+                "tail": self.convolution.tails(raw_TBE, batch.lengths),
+            }
         return self._skipped(y_BTJV, x_BTJV)
 
     def _decode(self, raw_TBE: Tensor, step_TBJ: Tensor, batch: Batch) -> Tensor:

@@ -13,6 +13,7 @@ from mixtron.kernels.path_attention import (
     path_segment,
 )
 from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.cache import by_document, side_by_side
 from mixtron.megatron_ext.context_parallel import heads_to_sequence, sequence_to_heads
 from mixtron.megatron_ext.layers import (
     FusedColumnParallel,
@@ -115,15 +116,25 @@ class Mixer(ShardedModule):
             backend=self.mixer.kernel,
         )
         if batch.cache is not None:
-            segment = path_segment(k, w, beta, log_forget)
-            # Keys that no map changes stay in the model's dtype.
-            cached = {"key": k if w is None else segment.k_BTGK, "value": v}
-            if segment.gate_after_BTH is not None:
-                cached["gate"] = segment.gate_after_BTH
+            batch.cache.layers[self.layer_number] = self._cached(k, v, w, beta, log_forget, batch)
             if raw_TBE is not None:
-                cached["tail"] = self.convolution.tail(raw_TBE)
-            batch.cache.layers[self.layer_number] = cached
+                tails = self.convolution.tails(raw_TBE, batch.lengths)
+                batch.cache.layers[self.layer_number]["tail"] = tails
         return o_BTHK
+
+    def _cached(self, k, v, w, beta, log_forget, batch: Batch) -> dict[str, Tensor]:
+        """Of each document the keys, carried to its end, the values and the gates behind them."""
+        parts = by_document(batch.lengths, k, w, beta, log_forget)
+        segments = [path_segment(*part) for part in parts]
+        # Keys that no map changes stay in the model's dtype.
+        keys = [k] if w is None else [segment.k_BTGK for segment in segments]
+        kept = {"key": keys, "value": [v]}
+        if log_forget is not None:
+            kept["gate"] = [segment.gate_after_BTH for segment in segments]
+        return {
+            name: side_by_side(torch.cat(streams, dim=1)[0], batch.lengths)
+            for name, streams in kept.items()
+        }
 
     def _mix_gathered(
         self, inputs: list[tuple], segments: Segments, max_seqlen: int

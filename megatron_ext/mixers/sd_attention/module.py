@@ -7,6 +7,7 @@ from torch import Tensor
 from mixtron.kernels.sd_attention import sd_attention, sd_attention_step
 from mixtron.kernels.softmax_attention import apply_rope
 from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.cache import side_by_side
 from mixtron.megatron_ext.context_parallel import heads_to_sequence, sequence_to_heads
 from mixtron.megatron_ext.layers import FusedColumnParallel, OutputProjection, ShardedModule
 from mixtron.megatron_ext.mixers.sd_attention.config import Config
@@ -57,7 +58,10 @@ class Mixer(ShardedModule):
             d_TH = d_TH1.squeeze(-1)
         if batch.cache is not None:
             k_THE = torch.cat([k_THK, q_THK], dim=-1)
-            batch.cache.layers[self.layer_number] = {"key": k_THE[None], "value": v_THK[None]}
+            batch.cache.layers[self.layer_number] = {
+                "key": side_by_side(k_THE, batch.lengths),
+                "value": side_by_side(v_THK, batch.lengths),
+            }
         if batch.scalars is not None:
             batch.scalars.add_mean(f"sd_damping/layer_{self.layer_number}", d_TH)
         o_THK = sd_attention(

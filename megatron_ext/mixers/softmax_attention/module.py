@@ -7,6 +7,7 @@ from torch import Tensor
 from mixtron.kernels.norms import rms_norm
 from mixtron.kernels.softmax_attention import apply_rope, softmax_attention
 from mixtron.megatron_ext.batch import Batch
+from mixtron.megatron_ext.cache import side_by_side
 from mixtron.megatron_ext.context_parallel import heads_to_sequence, sequence_to_heads
 from mixtron.megatron_ext.layers import FusedColumnParallel, OutputProjection, ShardedModule
 from mixtron.megatron_ext.mixers.softmax_attention.config import Config
@@ -50,7 +51,10 @@ class Mixer(ShardedModule):
         if batch.decoding:
             return self.out_proj(self._decode(q_THK, k_TGK, v_TGK, batch))
         if batch.cache is not None:
-            batch.cache.layers[self.layer_number] = {"key": k_TGK[None], "value": v_TGK[None]}
+            batch.cache.layers[self.layer_number] = {
+                "key": side_by_side(k_TGK, batch.lengths),
+                "value": side_by_side(v_TGK, batch.lengths),
+            }
         o_THK = softmax_attention(
             q_THK,
             k_TGK,

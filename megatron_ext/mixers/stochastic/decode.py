@@ -14,10 +14,11 @@ from mixtron.kernels.windowed_attention import (
     WindowPlan,
     document_permutation,
     plan_windows,
+    windowed_attention,
     windowed_attention_step,
 )
 from mixtron.megatron_ext.batch import EVALUATION_STEP, Batch
-from mixtron.megatron_ext.cache import Cache
+from mixtron.megatron_ext.cache import Cache, side_by_side
 from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.mixers.stochastic.config import Config
 
@@ -35,25 +36,38 @@ class Decoding:
         self.layer_number = layer_number
 
     def fill(self, k_TGK: Tensor, v_TGK: Tensor, batch: Batch) -> None:
-        """Keeps what later tokens of the one sequence in the batch may attend."""
-        kept = {"key": k_TGK, "value": v_TGK}
+        """Keeps what later tokens of the sequences in the batch may attend."""
+        kept, lengths = {"key": k_TGK, "value": v_TGK}, batch.lengths
         if self.mixer.paths == "swa":
-            kept = {name: self._rolled(x_TGK) for name, x_TGK in kept.items()}
+            layer = {
+                name: torch.stack([self._rolled(part) for part in x_TGK.split(lengths)])
+                for name, x_TGK in kept.items()
+            }
         else:
-            order_C = self._order(batch)
-            kept |= {"order": order_C, "slot": order_C.argsort()}
-        layer = {name: x[None] for name, x in kept.items()}
+            order_BC = self._order(batch).expand(len(lengths), -1)
+            layer = {name: side_by_side(x_TGK, lengths) for name, x_TGK in kept.items()}
+            layer |= {"order": order_BC, "slot": order_BC.argsort()}
         _cache(batch).layers[self.layer_number] = layer
 
-    def prefill_plan(self, batch: Batch) -> WindowPlan:
-        """The random order's slots of the tokens so far; the others are empty."""
+    def attend_random(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, batch: Batch) -> Tensor:
+        """[T, H, K]. Each document in slots of its own, of which those of later tokens are
+        empty."""
         order_C = _cache(batch).layers[self.layer_number]["order"][0]
+        outputs = [
+            windowed_attention(q, k, v, self._plan(order_C, len(q)), backend=self.mixer.kernel)
+            for q, k, v in zip(
+                *(x.split(batch.lengths) for x in (q_THK, k_TGK, v_TGK)), strict=True
+            )
+        ]
+        return torch.cat(outputs)
+
+    def _plan(self, order_C: Tensor, tokens: int) -> WindowPlan:
         return plan_windows(
             order_C,
             torch.tensor([0, len(order_C)], device=order_C.device),
             window=self.mixer.window,
             window_side=self.mixer.window_side,
-            tokens=len(batch.position_ids),
+            tokens=tokens,
             backend=self.mixer.kernel,
         )
 
@@ -75,7 +89,7 @@ class Decoding:
 
     def _order(self, batch: Batch) -> Tensor:
         capacity = self.mixer.decode_capacity
-        self._check_room(len(batch.position_ids))
+        self._check_room(batch.max_seqlen)
         device = batch.position_ids.device
         return document_permutation(
             torch.tensor([0, capacity], device=device),

@@ -144,8 +144,7 @@ class Mixer(ShardedModule):
     def _attend_random(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, batch: Batch) -> Tensor:
         mixer = self.mixer
         if batch.cache is not None:
-            plan = self.decoding.prefill_plan(batch)
-            return windowed_attention(q_THK, k_TGK, v_TGK, plan, backend=mixer.kernel)
+            return self.decoding.attend_random(q_THK, k_TGK, v_TGK, batch)
         order_T, size, rank = self.draw_order(batch), batch.context_size, batch.context_rank
         options = {
             "window": mixer.window,
