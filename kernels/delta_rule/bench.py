@@ -28,11 +28,9 @@ SWEEP = {
         Launch(4, 1, 128, 64),
         Launch(4, 1, 64, 64),
         Launch(4, 2, 64, 64),
-        Launch(8, 1, 128, 64),
         Launch(8, 1, 64, 128),
     ],
     "prepare_warps": [8],
-    "pairs_warps": [8],
 }
 """What --sweep launches each kernel with, the others as they are."""
 
