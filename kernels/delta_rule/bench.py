@@ -1,8 +1,8 @@
 """Times the delta rule on the GPU beside flash-linear-attention's gated delta rule, in one run.
 
-    python -m mixtron.kernels.delta_rule.bench [--kernels] [--sweep 2 1]
+    python -m mixtron.kernels.delta_rule.bench [--kernels] [--sweep 2 1] [--alone]
 
-Prints Markdown: forward, forward + backward, and the memory that they need beyond their inputs,
+Prints forward, forward + backward, and the memory that they need beyond their inputs,
 from raw q, k, v and gate logits, as a mixer has them; and the decode step. Nothing is checked here:
 `tests/kernels/test_gpu_delta_rule.py` does that.
 """
@@ -26,17 +26,11 @@ DECODE_BATCHES = (1, 32, 256)
 SWEEP = {
     "gradient": [
         Launch(4, 1, 128, 64),
-        Launch(8, 1, 128, 64),
         Launch(4, 1, 64, 64),
         Launch(4, 2, 64, 64),
-        Launch(8, 1, 128, 128),
         Launch(8, 1, 64, 128),
-        Launch(8, 2, 64, 128),
     ],
-    "scan": [Launch(4, 2, 64), Launch(8, 1, 64), Launch(8, 1, 128)],
-    "reverse": [Launch(4, 2, 64), Launch(8, 2, 64), Launch(8, 2, 128)],
-    "prepare_warps": [2, 8],
-    "pairs_warps": [2, 8],
+    "prepare_warps": [8],
 }
 """What --sweep launches each kernel with, the others as they are."""
 
@@ -80,53 +74,42 @@ def peer(q, k, v, decay, step, rate, bias) -> Tensor:
     )[0]  # fmt: skip
 
 
-def measured(name: str, op: Callable[..., Tensor], inputs: dict[str, Tensor]) -> list:
-    """A row of a table; a form that cannot run is a row too."""
-    try:
-        found = measure.forward_and_backward(lambda: op(**inputs), list(inputs.values()))
-    except Exception as error:
-        return [name, f"{type(error).__name__}: {str(error)[:60]}", "", ""]
-    return [name, *found[:2], f"{found[2]:,.0f}"]
+def compare(name: str, op: Callable[..., Tensor]) -> None:
+    """A line for each shape; what cannot run gets one too."""
+    print(f"\n{name}, K = V = {WIDTH}: B, T, H; forward ms, with backward, extra MiB\n")
+    for shape in SHAPES:
+        inputs = make_inputs(shape)
+        try:
+            found = measure.forward_and_backward(lambda: op(**inputs), list(inputs.values()))  # noqa: B023
+        except Exception as error:
+            print(f"- {shape}: {type(error).__name__}: {str(error)[:60]}", flush=True)
+            continue
+        print(f"- {shape}: {found[0]:.3f}, {found[1]:.3f}, {found[2]:,.0f}", flush=True)
 
 
-def compare(shape: tuple[int, int, int]) -> None:
-    inputs = make_inputs(shape)
-    rows = [
-        measured("KLA, this op", ours, inputs),
-        measured("gated delta rule, flash-linear-attention", peer, inputs),
-    ]
-    print(f"\n(B, T, H) = {shape}, K = V = {WIDTH}\n")
-    heads = ("op", "forward ms", "forward + backward ms", "extra MiB")
-    print(measure.table(heads, rows), flush=True)
+def own_step(state, q, k, v, decay, step, rate, bias) -> None:
+    token = (x[:, 0] for x in (q, k, v, decay))
+    delta_rule_decode(state, *token, rate, bias, step[:, 0], step_size="kaczmarz")
 
 
-def decode() -> None:
-    """Tokens a second of one layer of 16 heads."""
+def peers_step(state, q, k, v, decay, step, rate, bias) -> None:
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule  # pyright: ignore
 
-    rows = []
+    fused_recurrent_gated_delta_rule(
+        q, k, v, decay, beta=step, initial_state=state, output_final_state=True,
+        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=rate, dt_bias=bias,
+        use_beta_sigmoid_in_kernel=True,
+    )  # fmt: skip
+
+
+def decode(name: str, step: Callable[..., None]) -> None:
+    """Tokens a second of one layer of 16 heads."""
+    print(f"\n{name}, one token, H = 16: batch; us, tokens/s\n")
     for batch in DECODE_BATCHES:
         inputs = {name: x.detach() for name, x in make_inputs((batch, 1, 16)).items()}
-        q, k, v, decay, step = (x[:, 0] for x in list(inputs.values())[:5])
-        rate, bias = inputs["rate"], inputs["bias"]
         state = torch.zeros(batch, 16, WIDTH, WIDTH, device="cuda")
-
-        def own(args=(state, q, k, v, decay, rate, bias, step)):
-            delta_rule_decode(*args, step_size="kaczmarz")
-
-        def other(args=inputs, state=state):
-            fused_recurrent_gated_delta_rule(
-                args["q"], args["k"], args["v"], args["decay"], beta=args["step"],
-                initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True, A_log=args["rate"], dt_bias=args["bias"],
-                use_beta_sigmoid_in_kernel=True,
-            )  # fmt: skip
-
-        for name, run in (("KLA, this op", own), ("flash-linear-attention", other)):
-            ms = measure.time_ms(run, repeats=30)
-            rows.append([batch, name, 1000 * ms, f"{1000 * batch / ms:,.0f}"])
-    print("\nOne token, H = 16\n")
-    print(measure.table(("batch", "op", "us", "tokens/s"), rows), flush=True)
+        ms = measure.time_ms(lambda: step(state, **inputs), repeats=30)  # noqa: B023
+        print(f"- {batch}: {1000 * ms:.1f}, {1000 * batch / ms:,.0f}", flush=True)
 
 
 def kernels(shape: tuple[int, int, int]) -> None:
@@ -173,15 +156,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kernels", action="store_true", help="each kernel's time too")
     parser.add_argument("--sweep", type=int, nargs="*", default=[], help="launches too; 1 or 2")
+    parser.add_argument("--alone", action="store_true", help="without the peer")
     options = parser.parse_args()
     print(measure.versions(), flush=True)
-    for shape in SHAPES:
-        compare(shape)
-    decode()
+    compare("KLA, this op", ours)
+    decode("KLA, this op", own_step)
     for shape in SHAPES[:2] if options.kernels else ():
         kernels(shape)
     for every in options.sweep:
         sweep(SHAPES[0], every)
+    if not options.alone:
+        compare("Gated delta rule, flash-linear-attention", peer)
+        decode("Gated delta rule, flash-linear-attention", peers_step)
 
 
 if __name__ == "__main__":

@@ -168,6 +168,15 @@ class Config(MixerConfig):
         kept = columns + 2 * CHUNK + self.key_dim * columns / (2 * CHUNK)
         return tokens * self.value_heads * (element * kept + 4 * 4) / tensor
 
+    def context_bytes_needed(
+        self, tokens: int, tensor: int, context: int, element: int, longest: int
+    ) -> float:
+        if self.kernel != "triton" or self.context_exchange == "heads":
+            return 0.0
+        # Of the map's further columns: gradients of states, of values and of the unused output.
+        needed = self.key_dim**2 / (2 * CHUNK) + 2 * self.key_dim + self.value_dim
+        return tokens * self.value_heads * element * needed / tensor
+
     def check(self, name: str, hidden_size: int, tensor: int, context: int) -> None:
         super().check(name, hidden_size, tensor, context)
         require_divisible(name, "heads", self.heads, tensor)
