@@ -16,20 +16,13 @@ from mixtron.kernels.path_attention import path_attention, triton_op
 from mixtron.kernels.path_attention.triton_plan import Launch, Plan
 
 SHAPES = ((8, 4096, 16), (1, 32768, 16))
-SWEEP = {
-    "forward": [
-        (64, 8, 2),
-        (64, 8, 3),
-        (64, 8, 4),
-        (128, 8, 1),
-        (128, 8, 2),
-        (32, 8, 3),
-        (64, 4, 3),
-    ],
-    "keys": [(32, 8, 2), (32, 8, 3), (32, 8, 4), (64, 8, 1), (64, 8, 2), (64, 8, 3)],
-    "queries": [(32, 8, 2), (32, 8, 3), (64, 8, 1), (64, 8, 2), (64, 8, 3), (128, 8, 1)],
-}
-"""Which launches --sweep times: block, warps, stages."""
+SWEEP = [
+    *((which, 64, 8, stages) for which in ("forward", "keys", "queries") for stages in (1, 2, 3)),
+    *((which, 64, 4, 2) for which in ("forward", "keys", "queries")),
+    *((which, 32, 8, 3) for which in ("forward", "keys", "queries")),
+    ("forward", 128, 8, 2),
+]
+"""Which launches --sweep times: kernel, block, warps, stages."""
 LONGEST = (1, 131072, 16)
 FORMS = {"FoX": "g", "PaTH": "wb", "PaTH-FoX": "wbg"}
 
@@ -124,20 +117,16 @@ def sweep(width: int) -> None:
     leaves = list(inputs.values())
     plan = triton_op.launch_plan(torch.device("cuda"))
     grad = torch.randn_like(inputs["v_BTGV"])
-    for which, launches in SWEEP.items():
-        rows = []
-        for block, warps, stages in launches:
-            choice = {which: Launch(block, warps, stages)}
-            triton_op.launch_plan = lambda _, choice=choice: Plan(**(vars(plan) | choice))
-            try:
-                times = phases(inputs, leaves, grad)[which]
-            except Exception as error:  # does not fit: a row that says so
-                print(which, block, warps, stages, type(error).__name__, flush=True)
-                continue
-            rows.append([block, warps, stages, times])
-        rows.sort(key=lambda r: r[-1])
-        print(f"\n{which}, head size {width}\n")
-        print(measure.table(("block", "warps", "stages", "ms"), rows), flush=True)
+    rows = []
+    for which, block, warps, stages in SWEEP:
+        choice = {"block": block, which: Launch(warps, stages)}
+        triton_op.launch_plan = lambda _, choice=choice: Plan(**(vars(plan) | choice))
+        try:
+            rows.append([which, block, warps, stages, phases(inputs, leaves, grad)[which]])
+        except Exception as error:  # does not fit: a row that says so
+            rows.append([which, block, warps, stages, type(error).__name__])
+    print(f"\nhead size {width}\n")
+    print(measure.table(("kernel", "block", "warps", "stages", "ms"), rows), flush=True)
     triton_op.launch_plan = lambda _: plan
 
 

@@ -1,5 +1,7 @@
 """Sums of log gates in the pieces that the kernels add up, and the gate's gradient."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,17 +13,28 @@ LEAST = -64.0
 """Beyond that nothing is left, and larger sums would cost the others their precision."""
 
 
-def gate_sums(log_forget_BTH: Tensor, S: int, C: int, block: int) -> tuple[Tensor, Tensor]:
-    """In units of log 2. [4, B, H, S]: from the left edge of each token's tile of C to the token,
-    its own included, and behind the token to the tile's right edge; the same for blocks. And
-    [B, H, S / block]: whole blocks."""
+@dataclass
+class GateSums:
+    """In units of log 2."""
+
+    tokens_4BHS: Tensor
+    """From the left edge of each token's tile to the token, its own included, and behind the token
+    to the tile's right edge; the same for blocks."""
+    blocks_BHN: Tensor
+    """Of whole blocks."""
+
+    def part(self, rows: slice, heads: slice) -> "GateSums":
+        return GateSums(self.tokens_4BHS[:, rows, heads], self.blocks_BHN[rows, heads])
+
+
+def gate_sums(log_forget_BTH: Tensor, S: int, C: int, block: int) -> GateSums:
     gate_BHT = log_forget_BTH.float().clamp(min=LEAST).transpose(1, 2) * LOG2_E
     gate_BHS = F.pad(gate_BHT, (0, S - gate_BHT.shape[-1]))
     sums = []
     for length in (C, block):
         gate_BHNC = gate_BHS.unflatten(-1, (-1, length))
         sums += [gate_BHNC.cumsum(-1).flatten(-2), sums_behind(gate_BHNC).flatten(-2)]
-    return torch.stack(sums), gate_BHS.unflatten(-1, (-1, block)).sum(-1)
+    return GateSums(torch.stack(sums), gate_BHS.unflatten(-1, (-1, block)).sum(-1))
 
 
 def gate_gradient(

@@ -18,7 +18,7 @@ from mixtron.kernels.path_attention.triton_carry import (
     workspace_bytes,
 )
 from mixtron.kernels.path_attention.triton_forward import forward_kernel
-from mixtron.kernels.path_attention.triton_gates import gate_gradient, gate_sums
+from mixtron.kernels.path_attention.triton_gates import GateSums, gate_gradient, gate_sums
 from mixtron.kernels.path_attention.triton_plan import (
     SHARED_MEMORY_BYTES,
     Launch,
@@ -78,11 +78,12 @@ class _Attention(torch.autograd.Function):
         # Not the contiguous copies are kept, but what they are copies of: the layer keeps it too.
         inputs = Inputs(q, k, v, w, beta, log_forget).contiguous()
         layout = inputs.layout(cu_seqlens, max_seqlen)
+        gates = inputs.gates(layout)
         o_BTHV, lse_BHS = q.new_empty(*q.shape[:3], v.shape[3]), _rows(q, layout)
         for rows, groups in pieces(inputs, layout):
-            part, heads = inputs.part(rows, groups), inputs.heads_of(groups)
-            carried = None if w is None else carry(*part.carried(), scale, layout)
-            attend(part, carried, o_BTHV[rows, :, heads], lse_BHS[rows, heads], layout, scale)
+            heads = inputs.heads_of(groups)
+            piece = Piece.of(inputs, gates, rows, groups, layout, scale)
+            attend(piece, o_BTHV[rows, :, heads], lse_BHS[rows, heads])
         ctx.save_for_backward(q, k, v, w, beta, log_forget, o_BTHV, lse_BHS, cu_seqlens)
         ctx.options = scale, max_seqlen
         return o_BTHV
@@ -98,12 +99,20 @@ class _Attention(torch.autograd.Function):
         delta_kernel[(layout.S // layout.tile, B * H)](
             o_BTHV, do_BTHV, delta_BHS, T, layout.S, H=H, V=V, C=layout.tile
         )
-        gradients = inputs.empty()
+        gates, gradients, ds = inputs.gates(layout), inputs.empty(), None
+        if gates is not None:
+            columns_2BHS = lse_BHS.new_empty(1 if inputs.w is None else 2, *lse_BHS.shape)
+            ds = torch.empty_like(lse_BHS), columns_2BHS
         for rows, groups in pieces(inputs, layout):
             heads = inputs.heads_of(groups)
-            part, found = inputs.part(rows, groups), gradients.part(rows, groups)
             of_rows = do_BTHV[rows, :, heads], lse_BHS[rows, heads], delta_BHS[rows, heads]
-            attend_backward(part, found, *of_rows, layout, scale)
+            own = None if ds is None else (ds[0][rows, heads], ds[1][:, rows, heads])
+            piece = Piece.of(inputs, gates, rows, groups, layout, scale)
+            attend_backward(piece, *of_rows, gradients.part(rows, groups), own)
+        if inputs.log_forget is not None and ds is not None:
+            ds_BHS = ds[0] - ds[1].sum(0)
+            bounds = layout.start_S, layout.end_S
+            gradients.log_forget = gate_gradient(ds_BHS, inputs.log_forget, *bounds)
         return *vars(gradients).values(), None, None, None
 
 
@@ -138,6 +147,12 @@ class Inputs:
         assert self.beta is not None
         return self.q, self.k, self.w, self.beta
 
+    def gates(self, layout: Layout) -> GateSums | None:
+        if self.log_forget is None:
+            return None
+        block = launch_plan(self.q.device).block
+        return gate_sums(self.log_forget, layout.S, layout.tile, block)
+
     def layout(self, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
         _, T, H, _ = self.q.shape
         tile = launch_plan(self.q.device).tile
@@ -170,132 +185,109 @@ def _even(count: int, fits: int) -> int:
     return -(-count // -(-count // fits))
 
 
-def attend(
-    inputs: Inputs,
-    carried: Carried | None,
-    o_BTHV: Tensor,
-    lse_BHS: Tensor,
-    layout: Layout,
-    scale: float,
-) -> None:
+@dataclass
+class Piece:
+    """What is computed at a time."""
+
+    inputs: Inputs
+    gates: GateSums | None
+    carried: Carried | None
+    layout: Layout
+    scale: float
+
+    @staticmethod
+    def of(
+        inputs: Inputs,
+        gates: GateSums | None,
+        rows: slice,
+        groups: slice,
+        layout: Layout,
+        scale: float,
+    ) -> "Piece":
+        if gates is not None:
+            gates = gates.part(rows, inputs.heads_of(groups))
+        inputs, carried = inputs.part(rows, groups), None
+        if inputs.w is not None:
+            carried = carry(*inputs.carried(), scale, layout)
+        return Piece(inputs, gates, carried, layout, scale)
+
+    def grid(self, heads: int) -> tuple[int, int]:
+        return self.layout.S // self.layout.tile, self.inputs.q.shape[0] * heads
+
+    def arguments(self, launch: Launch) -> tuple[list, list, dict]:
+        """What all three kernels are given: operands and sizes; and what they are compiled for."""
+        x, layout, carried = self.inputs, self.layout, self.carried
+        H, (G, V) = x.q.shape[2], x.v.shape[2:]
+        if carried is None:
+            operands = [x.q, None, None, x.k, None, x.v, None]
+        else:
+            queries, keys = (carried.q_near, carried.q_far), (carried.k, carried.k_far)
+            operands = [None, *queries, *keys, x.v, carried.logits]
+        sums = totals = None
+        if self.gates is not None:
+            sums, totals = self.gates.tokens_4BHS, self.gates.blocks_BHN
+        sizes = [self.scale * LOG2_E, x.q.shape[1], layout.S, layout.span, layout.lags]
+        sizes += [0 if sums is None else sums.stride(0), layout.heads, H]
+        options = {
+            "R": H // G,
+            "K": x.q.shape[3],
+            "V": V,
+            "C": layout.tile,
+            "BLOCK": launch_plan(x.q.device).block,
+            "MAPS": carried is not None,
+            "GATE": sums is not None,
+            "DOCUMENTS": layout.start_S is not None,
+            "PRODUCT": product_dtype(x.q.dtype),
+            "STAGES": launch.stages,
+            "num_warps": launch.warps,
+        }
+        return [*operands, sums, totals, layout.start_S], sizes, options
+
+
+def attend(piece: Piece, o_BTHV: Tensor, lse_BHS: Tensor) -> None:
     """Writes the output and the log-sum-exps of a piece."""
-    launch = launch_plan(inputs.q.device).forward
-    arguments, options = _common(inputs, carried, layout, launch, scale)
-    B, H = lse_BHS.shape[:2]
-    forward_kernel[(layout.S // layout.tile, B * H)](
-        *arguments[:9], layout.start_S, o_BTHV, lse_BHS, *arguments[9:], **options
-    )
+    operands, sizes, options = piece.arguments(launch_plan(o_BTHV.device).forward)
+    grid = piece.grid(o_BTHV.shape[2])
+    forward_kernel[grid](*operands, o_BTHV, lse_BHS, *sizes, **options)
 
 
 def attend_backward(
-    inputs: Inputs,
+    piece: Piece,
+    do_BTHV: Tensor,
+    lse_BHS: Tensor,
+    delta_BHS: Tensor,
     found: Inputs,
-    do: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    layout: Layout,
-    scale: float,
+    ds: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Writes the gradients of a piece's inputs."""
-    carried = gradients = None
-    if inputs.w is not None:
-        carried = carry(*inputs.carried(), scale, layout)
-        gradients = CarriedGradients.empty(carried)
-    operands = inputs, found, carried, gradients, do, lse, delta, layout, scale
-    columns_2BHS = _key_gradients(*operands)
-    rows_BHS = _query_gradients(*operands)
-    if found.log_forget is not None and columns_2BHS is not None:
-        ds_BHS = rows_BHS - columns_2BHS.sum(0)
-        found.log_forget.copy_(
-            gate_gradient(ds_BHS, found.log_forget, layout.start_S, layout.end_S)
-        )
-    if carried is not None and gradients is not None:
-        carry_gradients(*inputs.carried(), scale, layout, carried, gradients, *found.carried())
-
-
-def _key_gradients(inputs, found, carried, gradients, do, lse, delta, layout, scale):
-    """dv and what becomes dk; returns the sums of ds over columns, with maps in two parts."""
-    launch = launch_plan(do.device).keys
-    arguments, options = _common(inputs, carried, layout, launch, scale)
-    dk, dk_far = found.k, None
+    """Writes the gradients of a piece's inputs, but the gate's; with a gate the sums of ds over
+    rows [B, H, S], and over columns in one or two parts [1 or 2, B, H, S]."""
+    plan, carried, gradients = launch_plan(do_BTHV.device), piece.carried, None
     if carried is not None:
-        dk, dk_far = gradients.k, gradients.k_far
-    columns_2BHS = None
-    if inputs.log_forget is not None:
-        columns_2BHS = lse.new_empty(1 if carried is None else 2, *lse.shape)
-    B, _, G, _ = inputs.k.shape
-    key_kernel[(layout.S // layout.tile, B * G)](
-        *arguments[:9],
-        layout.start_S,
-        layout.end_S,
-        do,
-        lse,
-        delta,
+        gradients = CarriedGradients.empty(carried)
+    rows_BHS, columns_2BHS = (None, None) if ds is None else ds
+    of_rows = do_BTHV, lse_BHS, delta_BHS
+
+    operands, sizes, options = piece.arguments(plan.keys)
+    dk, dk_far = (found.k, None) if gradients is None else (gradients.k, gradients.k_far)
+    key_kernel[piece.grid(found.k.shape[2])](
+        *operands,
+        piece.layout.end_S,
+        *of_rows,
         dk,
         dk_far,
         found.v,
         columns_2BHS,
-        *arguments[9:],
+        *sizes,
         **options,
     )
-    return columns_2BHS
-
-
-def _query_gradients(inputs, found, carried, gradients, do, lse, delta, layout, scale):
-    """What becomes dq; returns the sums of ds over rows."""
-    launch = launch_plan(do.device).queries
-    arguments, options = _common(inputs, carried, layout, launch, scale)
-    dq = dq_near = dq_far = dlogits = None
-    if carried is None:
-        dq = found.q
-    else:
-        dq_near, dq_far, dlogits = gradients.q_near, gradients.q_far, gradients.logits
-    rows_BHS = None if inputs.log_forget is None else torch.empty_like(lse)
-    B, H = lse.shape[:2]
-    query_kernel[(layout.S // layout.tile, B * H)](
-        *arguments[:9],
-        layout.start_S,
-        do,
-        lse,
-        delta,
-        dq,
-        dq_near,
-        dq_far,
-        dlogits,
-        rows_BHS,
-        *arguments[9:],
-        **options,
+    operands, sizes, options = piece.arguments(plan.queries)
+    versions = [found.q, None, None, None]
+    if gradients is not None:
+        versions = [None, gradients.q_near, gradients.q_far, gradients.logits]
+    query_kernel[piece.grid(found.q.shape[2])](
+        *operands, *of_rows, *versions, rows_BHS, *sizes, **options
     )
-    return rows_BHS
-
-
-def _common(
-    inputs: Inputs, carried: Carried | None, layout: Layout, launch: Launch, scale: float
-) -> tuple[list, dict]:
-    """What all three kernels are given: operands first, sizes after; and what they are compiled
-    for."""
-    (B, T, H, K), (G, V) = inputs.q.shape, inputs.v.shape[2:]
-    gates = totals = None
-    if inputs.log_forget is not None:
-        gates, totals = gate_sums(inputs.log_forget, layout.S, layout.tile, launch.block)
-    if carried is None:
-        operands = [inputs.q, None, None, inputs.k, None, inputs.v, None]
-    else:
-        queries, keys = (carried.q_near, carried.q_far), (carried.k, carried.k_far)
-        operands = [None, *queries, *keys, inputs.v, carried.logits]
-    sizes = [scale * LOG2_E, T, layout.S, layout.span, layout.lags, B * H * layout.S]
-    sizes += [layout.heads, H]
-    options = {
-        "R": H // G,
-        "K": K,
-        "V": V,
-        "C": layout.tile,
-        "BLOCK": launch.block,
-        "MAPS": carried is not None,
-        "GATE": gates is not None,
-        "DOCUMENTS": layout.start_S is not None,
-        "PRODUCT": product_dtype(inputs.q.dtype),
-        "STAGES": launch.stages,
-        "num_warps": launch.warps,
-    }
-    return [*operands, gates, totals, *sizes], options
+    if carried is not None and gradients is not None:
+        carry_gradients(
+            *piece.inputs.carried(), piece.scale, piece.layout, carried, gradients, *found.carried()
+        )

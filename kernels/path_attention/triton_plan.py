@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from mixtron.kernels.path_attention.segment import documents
@@ -13,8 +12,6 @@ from mixtron.kernels.path_attention.segment import documents
 
 @dataclass(frozen=True)
 class Launch:
-    block: int
-    """Tokens that are walked over at a time."""
     warps: int
     stages: int
 
@@ -23,6 +20,8 @@ class Launch:
 class Plan:
     tile: int
     """Tokens that one program owns; with maps also those of a UT transform."""
+    block: int
+    """Tokens that it walks over at a time."""
     forward: Launch
     keys: Launch
     queries: Launch
@@ -32,16 +31,18 @@ SHARED_MEMORY_BYTES = 224 * 2**10
 """Of a block on an H100 or H200. The maps' kernels need up to 192 KiB."""
 LARGE = Plan(
     tile=128,
-    forward=Launch(block=64, warps=8, stages=3),
-    keys=Launch(block=64, warps=8, stages=2),
-    queries=Launch(block=64, warps=8, stages=2),
+    block=64,
+    forward=Launch(warps=8, stages=3),
+    keys=Launch(warps=8, stages=2),
+    queries=Launch(warps=8, stages=2),
 )
 """The fastest of those found right on an H200 (README.md has others' times)."""
 SMALL = Plan(
     tile=128,
-    forward=Launch(block=64, warps=8, stages=2),
-    keys=Launch(block=64, warps=8, stages=2),
-    queries=Launch(block=64, warps=8, stages=2),
+    block=64,
+    forward=Launch(warps=8, stages=2),
+    keys=Launch(warps=8, stages=2),
+    queries=Launch(warps=8, stages=2),
 )
 """148 KiB of shared memory when compiled for an H100, of an A100's 163; not run on one."""
 
@@ -87,7 +88,7 @@ def layout_of(
 ) -> Layout:
     longest = T if max_seqlen is None else min(max_seqlen, T)
     span = span_tiles(longest, C) if maps else 1
-    S = triton.cdiv(T, span * C) * span * C
+    S = -(-T // (span * C)) * span * C
     # Two tokens of a document are at most longest - 1 apart, those of spans a lag of n apart at
     # least (n - 1) span C + 1.
     lags = min((longest - 2) // (span * C) + 1, S // (span * C) - 1) if longest > 1 else 0

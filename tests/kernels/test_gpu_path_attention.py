@@ -106,30 +106,32 @@ def compare(inputs, cu_seqlens=None):
         assert_close_calibrated(x, exact[name], near[name], name, maximum_factor=4.0)
 
 
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("form", FORMS)
+# Most of a first run is compilation: both widths, shares of heads and forms, but not all of each.
+@pytest.mark.parametrize(
+    ("form", "width"),
+    [*((form, 128) for form in FORMS), ("path-fox", 64), ("fox", 64)],
+)
 def test_packed_documents(form, width):
     compare(make_inputs(520, form, K=width, V=width), RAGGED)
 
 
 @pytest.mark.parametrize("form", ["path-fox", "fox"])
-@pytest.mark.parametrize(("H", "G"), [(4, 1), (2, 2)])
-def test_heads_share_keys(form, H, G):
-    compare(make_inputs(200, form, B=2, H=H, G=G))
+def test_heads_with_keys_of_their_own(form):
+    compare(make_inputs(200, form, B=2, G=4))
 
 
 @pytest.mark.parametrize("form", ["path-fox", "fox"])
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 500])
 def test_lengths(T, form):
-    compare(make_inputs(T, form, H=2))
+    compare(make_inputs(T, form))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["path-fox", "fox"])
 @pytest.mark.parametrize("T", [1000, 4096])
 def test_error_does_not_grow(T, form):
     """Against the blockwise form in fp64, which equals the definition to 1e-9. bf16 has an error of
     2^-9 an entry; that of a gradient is a few of them, whatever the length."""
-    inputs = make_inputs(T, form, H=2)
+    inputs = make_inputs(T, form)
     found = results(lambda **x: path_attention(**x, backend="triton"), inputs)
     exact = results(lambda **x: path_attention(**x), inputs, torch.float64)
     for name, x in found.items():

@@ -14,8 +14,8 @@ from mixtron.kernels.path_attention import path_attention, path_attention_step, 
 from mixtron.kernels.path_attention.triton_plan import Launch, Plan
 
 # Small tiles, so that few tokens make several spans.
-small = Launch(block=16, warps=4, stages=1)
-triton_op.launch_plan = lambda device: Plan(tile=32, forward=small, keys=small, queries=small)
+small = Launch(warps=4, stages=1)
+triton_op.launch_plan = lambda device: Plan(32, 16, forward=small, keys=small, queries=small)
 H, K = 2, 16
 
 
