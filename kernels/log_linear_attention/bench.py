@@ -9,6 +9,7 @@ Nothing is checked here: `tests/kernels/test_gpu_linear_attention.py` does that.
 import argparse
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -186,14 +187,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--sweep", choices=SWEEPS)
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--ops", nargs="+", choices=OPS)
     options = parser.parse_args()
     print(measure.versions(), "K 128, V 64", sep=", ")
-    rows = comparison(options.ops)
-    if options.sweep:
-        rows = sweep(options.sweep)
-    elif options.growth:
-        rows = growth()
+    others = options.growth or options.sweep
+    rows = chain(
+        comparison(options.ops or ([] if others else list(OPS))),
+        growth() if options.growth else (),
+        sweep(options.sweep) if options.sweep else (),
+    )
     heads = ["B x T x H", "op", "forward ms", "forward + backward ms", "extra MiB"]
     print(measure.table(heads, []))
     for row in rows:
