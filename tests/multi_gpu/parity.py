@@ -89,7 +89,8 @@ def cases(options: Options) -> list[Case]:
         )
         [cp2] = [layout for layout in layouts(options.gpus) if layout.name.startswith("cp2")]
         run = partial(compare, "kla triton", relayed, cp2, options)
-        compared.append(Case(f"kla triton, relay: {cp2.name}", run))
+        before_tp2 = next(i for i, case in enumerate(compared) if ": tp2 x" in case.name)
+        compared.insert(before_tp2, Case(f"kla triton, relay: {cp2.name}", run))
     controls = [
         Case(f"control: {fault}", partial(catch, fault, layout, options))
         for fault, layout in CONTROLS.items()
