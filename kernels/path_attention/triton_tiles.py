@@ -101,19 +101,24 @@ def inverse_kernel(
     first, own = b * T + n * C, bg * S + n * C
     w += g * K
     beta += b * T * groups + g
-    w1_HK = tl.load(tile(w, first, groups * K, row_H, key_K), (t1_H < T)[:, None], 0.0)
-    w2_HK = tl.load(tile(w, first + HALF, groups * K, row_H, key_K), (t2_H < T)[:, None], 0.0)
+    w1_tile = tile(w, first, groups * K, row_H, key_K)
+    w2_tile = tile(w, first + HALF, groups * K, row_H, key_K)
+    inside1_H1, inside2_H1 = (t1_H < T)[:, None], (t2_H < T)[:, None]
     beta1_H = tl.load(beta + t1_H * groups, t1_H < T, 0.0)
     beta2_H = tl.load(beta + t2_H * groups, t2_H < T, 0.0)
     start1_H, start2_H = 0 * t1_H, 0 * t2_H
     if DOCUMENTS:
         start1_H, start2_H = tl.load(start_S + t1_H), tl.load(start_S + t2_H)
     middle = n * C + HALF
+    w1_HK = tl.load(w1_tile, inside1_H1, 0.0)
     L1_HH = inverse(gram(w1_HK, w1_HK, beta1_H, start1_H, n * C, n * C, HALF), HALF)
     tl.store(tile(L, own, C, row_H, row_H), L1_HH)
     tl.store(tile(L + HALF, own, C, row_H, row_H), tl.zeros([HALF, HALF], tl.float32))
+    w2_HK = tl.load(w2_tile, inside2_H1, 0.0)
     L2_HH = inverse(gram(w2_HK, w2_HK, beta2_H, start2_H, middle, middle, HALF), HALF)
     tl.store(tile(L + HALF, own + HALF, C, row_H, row_H), L2_HH)
+    # Read once more, rather than held all along.
+    w1_HK, w2_HK = tl.load(w1_tile, inside1_H1, 0.0), tl.load(w2_tile, inside2_H1, 0.0)
     A_HH = gram(w2_HK, w1_HK, beta1_H, start2_H, middle, n * C, HALF)
     A_HH = tl.dot(L2_HH, A_HH, input_precision="tf32")
     A_HH = -tl.dot(A_HH, L1_HH, input_precision="tf32")
