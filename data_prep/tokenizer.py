@@ -11,6 +11,9 @@ from mixtron.data_prep.tokenizer_training import train_tokenizer
 
 __all__ = ["Tokenizer", "load_tokenizer", "train_tokenizer"]
 
+TEXTS_AT_ONCE = 32
+"""For `tokenizers`, whose answer is so large that a fifth is lost with 256 or more."""
+
 
 def load_tokenizer(
     path: str | Path, eod_token: str | None = None, special_text: bool = False
@@ -115,8 +118,13 @@ class HuggingFaceTokenizer(Tokenizer):
         self.sha256 = fingerprint(self.type, content, self.eod_id)
 
     def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        encoded = self._model.encode_batch_fast(texts, add_special_tokens=False)
-        return flatten([e.ids for e in encoded])
+        encoded = []
+        for first in range(0, len(texts), TEXTS_AT_ONCE):
+            some = texts[first : first + TEXTS_AT_ONCE]
+            encoded += [
+                e.ids for e in self._model.encode_batch_fast(some, add_special_tokens=False)
+            ]
+        return flatten(encoded)
 
     def decode(self, ids: list[int] | np.ndarray) -> str:
         return self._model.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
