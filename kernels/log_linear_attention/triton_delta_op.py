@@ -151,8 +151,9 @@ def scan(v, maps, first_write, larger_BSJKV, plan: TreePlan):
     nodes = _nodes(v, K, plan.ranges)
     for i, own in enumerate(plan.ranges):
         held = nodes[i][0][:, :, 0, : max(0, min(count, own.high) - own.low)]
-        larger = None if larger_BSJKV is None else larger_BSJKV[:, own.low :][:, : held.shape[2]]
-        held.copy_(larger.transpose(1, 2)) if larger is not None else held.zero_()
+        held[...] = 0.0
+        if larger_BSJKV is not None:
+            held[...] = larger_BSJKV[:, own.low :][:, : held.shape[2]].transpose(1, 2)
         pointers, numbers = _between(i, plan.ranges, nodes)
         scan_kernel[(V // block_v, B * J, own.groups)](
             v, Y, E, cumulative, plan.chunk_N4, plan.live_N, own.group_R2, first_write,
