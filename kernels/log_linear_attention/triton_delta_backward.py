@@ -14,7 +14,7 @@ from mixtron.kernels.log_linear_attention.triton_forward import load_chunk, of_l
 from mixtron.kernels.triton_tools import tile
 
 
-@triton.jit(do_not_specialize=["T", "N", "M", "LIVE"])
+@triton.jit(do_not_specialize=["T", "N", "LIVE", "low", "high", "ARRIVING", "LEAVING"])
 def reverse_scan_kernel(
     do_BTJV,
     lambda_BTJL,
@@ -24,74 +24,100 @@ def reverse_scan_kernel(
     chunk_N4,
     live_N,
     following_N,
-    stretch_R2,
+    group_R2,
+    arrival_N,
+    darriving_BJAKV,
+    departure_N,
+    dleaving_BJAKV,
     dnodes_BJRMKV,
     dstates_BJSKV,
     dwrite_BJNKV,
     T,
     N,
-    M,
     LIVE,
+    low,
+    high,
+    ARRIVING,
+    LEAVING,
     L: tl.constexpr,
     J: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    LOWEST: tl.constexpr,
+    HIGHEST: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """The gradients of what the nodes before every chunk become by passing it, and of what it
-    writes; of BLOCK_V columns and one stretch of documents."""
+    """The gradients of what the nodes of bits low .. high - 1 before every chunk of a group become
+    by passing it; and of what it writes (LOWEST), or of the nodes that the bits below leave. Of
+    BLOCK_V columns."""
     column = tl.program_id(0) * BLOCK_V
     bj = tl.program_id(1).to(tl.int64)
     b, j = bj // J, bj % J
     row_C = tl.arange(0, C)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, BLOCK_V)
-    nodes = (bj * tl.num_programs(2) + tl.program_id(2)) * (M + 1)
+    nodes = (bj * tl.num_programs(2) + tl.program_id(2)) * (high - low)
     dnode_at = dnodes_BJRMKV + column
-    stretch = stretch_R2 + tl.program_id(2) * 2
-    first_chunk, end_chunk = tl.load(stretch), tl.load(stretch + 1)
+    group = group_R2 + tl.program_id(2) * 2
+    first_chunk, end_chunk = tl.load(group), tl.load(group + 1)
     for step in range(end_chunk - first_chunk):
         n = end_chunk - 1 - step
-        chunk = bj * N + n
         first, begin, end, number = load_chunk(chunk_N4, n)
-        first += b * T
-        inside_C = (row_C >= begin) & (row_C < end)
-        do_tile = tile(do_BTJV + j * V + column, first, J * V, row_C, value_V)
-        do_CV = tl.load(do_tile, inside_C[:, None], 0.0).to(tl.float32)
-        Z_CK = tl.load(tile(Z_BJNCK, chunk * C, K, row_C, key_K)).to(PRODUCT)
-        E_KK = tl.load(tile(E_BJNKK, chunk * K, K, key_K, key_K)).to(PRODUCT)
-        across = tl.exp(tl.load(cumulative_BJNC + chunk * C + C - 1))
-        goes_on = tl.load(following_N + n) > 0
-        lambda_at = lambda_BTJL + ((first + row_C) * J + j) * L
-        live = tl.load(live_N + n)
         carry = (number + 1) & -(number + 1)
-        target = 0
-        for m in range(M):
-            target += ((1 << m) < carry).to(tl.int32)
-        merged = tile(dnode_at, (nodes + target) * K, V, key_K, value_V)
-        dmerged_KV = tl.where(goes_on, tl.load(merged), 0.0)
-        written = tile(dwrite_BJNKV + column, chunk * K, V, key_K, value_V)
-        tl.store(written, dmerged_KV.to(dwrite_BJNKV.dtype.element_ty))
-        for m in range(M):
-            size = 1 << m
-            if (number & size) != 0:
-                pointers = tile(dnode_at, (nodes + m) * K, V, key_K, value_V)
-                dS_KV = dmerged_KV
-                if size >= carry:
-                    dS_KV = tl.where(goes_on, tl.load(pointers), 0.0)
-                low_KV = dS_KV.to(PRODUCT)
-                state = tile(dstates_BJSKV + column, (bj * LIVE + live) * K, V, key_K, value_V)
-                tl.store(state, low_KV.to(dstates_BJSKV.dtype.element_ty))
-                lambda_C = load_lambda(lambda_at, 7 + m, inside_C, L)
-                read_CV = (do_CV * lambda_C[:, None]).to(PRODUCT)
-                dS_KV = across * dS_KV - tl.dot(tl.trans(E_KK), low_KV)
-                dS_KV = tl.dot(tl.trans(Z_CK), read_CV, dS_KV)
-                tl.store(pointers, dS_KV)
-                live += 1
-        # Other threads read it next.
-        tl.debug_barrier()
+        arrives = carry >= (1 << low)
+        held = (number >> low) & ((1 << (high - low)) - 1)
+        if (held != 0) | arrives:
+            chunk = bj * N + n
+            first += b * T
+            inside_C = (row_C >= begin) & (row_C < end)
+            do_tile = tile(do_BTJV + j * V + column, first, J * V, row_C, value_V)
+            do_CV = tl.load(do_tile, inside_C[:, None], 0.0).to(tl.float32)
+            Z_CK = tl.load(tile(Z_BJNCK, chunk * C, K, row_C, key_K)).to(PRODUCT)
+            E_KK = tl.load(tile(E_BJNKK, chunk * K, K, key_K, key_K)).to(PRODUCT)
+            across = tl.exp(tl.load(cumulative_BJNC + chunk * C + C - 1))
+            goes_on = tl.load(following_N + n) > 0
+            lambda_at = lambda_BTJL + ((first + row_C) * J + j) * L
+            live = tl.load(live_N + n)
+            for m in range(low):
+                live += (number >> m) & 1
+            dmerged_KV = tl.zeros([K, BLOCK_V], tl.float32)
+            if arrives:
+                target = 0
+                for m in range(high - low - 1):
+                    target += ((1 << (low + m)) < carry).to(tl.int32)
+                dmerged_at = tile(dnode_at, (nodes + target) * K, V, key_K, value_V)
+                known = goes_on
+                if not HIGHEST:  # noqa: SIM102 (a constant and a value)
+                    if carry >= (1 << high):
+                        at = (bj * LEAVING + tl.load(departure_N + n)) * K
+                        dmerged_at = tile(dleaving_BJAKV + column, at, V, key_K, value_V)
+                        known = True
+                dmerged_KV = tl.where(known, tl.load(dmerged_at), 0.0)
+                if LOWEST:
+                    written = tile(dwrite_BJNKV + column, chunk * K, V, key_K, value_V)
+                    tl.store(written, dmerged_KV.to(dwrite_BJNKV.dtype.element_ty))
+                else:
+                    at = (bj * ARRIVING + tl.load(arrival_N + n)) * K
+                    tl.store(tile(darriving_BJAKV + column, at, V, key_K, value_V), dmerged_KV)
+            for m in range(high - low):
+                if ((held >> m) & 1) != 0:
+                    pointers = tile(dnode_at, (nodes + m) * K, V, key_K, value_V)
+                    dS_KV = dmerged_KV
+                    if (1 << (low + m)) >= carry:
+                        dS_KV = tl.where(goes_on, tl.load(pointers), 0.0)
+                    low_KV = dS_KV.to(PRODUCT)
+                    state = tile(dstates_BJSKV + column, (bj * LIVE + live) * K, V, key_K, value_V)
+                    tl.store(state, low_KV.to(dstates_BJSKV.dtype.element_ty))
+                    lambda_C = load_lambda(lambda_at, 7 + low + m, inside_C, L)
+                    read_CV = (do_CV * lambda_C[:, None]).to(PRODUCT)
+                    dS_KV = across * dS_KV - tl.dot(tl.trans(E_KK), low_KV)
+                    dS_KV = tl.dot(tl.trans(Z_CK), read_CV, dS_KV)
+                    tl.store(pointers, dS_KV)
+                    live += 1
+            # Other threads read it next.
+            tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["M", "LIVE"])

@@ -87,7 +87,7 @@ def maps_kernel(
     tl.store(tile(E_BJNKK, chunk * K, K, key_K, key_K), E_KK.to(low))
 
 
-@triton.jit(do_not_specialize=["T", "N", "M", "LIVE"])
+@triton.jit(do_not_specialize=["T", "N", "LIVE", "low", "high", "ARRIVING", "LEAVING"])
 def scan_kernel(
     v_BTJV,
     Y_BJNCK,
@@ -95,69 +95,94 @@ def scan_kernel(
     cumulative_BJNC,
     chunk_N4,
     live_N,
-    stretch_R2,
+    group_R2,
     first_write_BJKV,
+    arrival_N,
+    arriving_BJAKV,
+    departure_N,
+    leaving_BJAKV,
     nodes_BJRMKV,
     states_BJSKV,
     T,
     N,
-    M,
     LIVE,
+    low,
+    high,
+    ARRIVING,
+    LEAVING,
     J: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
     BLOCK_V: tl.constexpr,
     HAS_FIRST: tl.constexpr,
+    LOWEST: tl.constexpr,
+    HIGHEST: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """The nodes before every chunk, one after another, of BLOCK_V columns and one stretch of
-    documents: each passes the chunk; and the smallest, as many as its number ends in ones, become
-    one with what the chunk writes."""
+    """The nodes of bits low .. high - 1 before every chunk of a group, one after another, of
+    BLOCK_V columns: each passes the chunk; and the smallest, as many as its number ends in ones,
+    become one with what the chunk writes (LOWEST), or with the node that the bits below leave."""
     column = tl.program_id(0) * BLOCK_V
     bj = tl.program_id(1).to(tl.int64)
     b, j = bj // J, bj % J
     row_C = tl.arange(0, C)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, BLOCK_V)
-    nodes = (bj * tl.num_programs(2) + tl.program_id(2)) * (M + 1)
+    nodes = (bj * tl.num_programs(2) + tl.program_id(2)) * (high - low)
     node_at = nodes_BJRMKV + column
-    stretch = stretch_R2 + tl.program_id(2) * 2
-    for n in range(tl.load(stretch), tl.load(stretch + 1)):
-        chunk = bj * N + n
+    group = group_R2 + tl.program_id(2) * 2
+    for n in range(tl.load(group), tl.load(group + 1)):
         first, begin, end, number = load_chunk(chunk_N4, n)
-        first += b * T
-        inside_C1 = ((row_C >= begin) & (row_C < end))[:, None]
-        v_CV = tl.load(tile(v_BTJV + j * V + column, first, J * V, row_C, value_V), inside_C1, 0.0)
-        Y_CK = tl.load(tile(Y_BJNCK, chunk * C, K, row_C, key_K)).to(PRODUCT)
-        E_KK = tl.load(tile(E_BJNKK, chunk * K, K, key_K, key_K)).to(PRODUCT)
-        across = tl.exp(tl.load(cumulative_BJNC + chunk * C + C - 1))
-        merged_KV = tl.dot(tl.trans(Y_CK), v_CV.to(PRODUCT))
-        if HAS_FIRST:  # noqa: SIM102 (a constant and a value)
-            if n == 0:
-                first_write = tile(first_write_BJKV + column, bj * K, V, key_K, value_V)
-                merged_KV += tl.load(first_write).to(tl.float32)
-        live = tl.load(live_N + n)
         carry = (number + 1) & -(number + 1)
-        target = 0
-        for m in range(M):
-            size = 1 << m
-            if (number & size) != 0:
-                pointers = tile(node_at, (nodes + m) * K, V, key_K, value_V)
-                S_KV = tl.load(pointers)
-                low_KV = S_KV.to(PRODUCT)
-                state = tile(states_BJSKV + column, (bj * LIVE + live) * K, V, key_K, value_V)
-                tl.store(state, low_KV.to(states_BJSKV.dtype.element_ty))
-                S_KV = across * S_KV - tl.dot(E_KK, low_KV)
-                if size < carry:
-                    merged_KV += S_KV
-                    target += 1
-                else:
-                    tl.store(pointers, S_KV)
-                live += 1
-        tl.store(tile(node_at, (nodes + target) * K, V, key_K, value_V), merged_KV)
-        # Other threads read it next.
-        tl.debug_barrier()
+        arrives = carry >= (1 << low)
+        held = (number >> low) & ((1 << (high - low)) - 1)
+        if (held != 0) | arrives:
+            chunk = bj * N + n
+            E_KK = tl.load(tile(E_BJNKK, chunk * K, K, key_K, key_K)).to(PRODUCT)
+            across = tl.exp(tl.load(cumulative_BJNC + chunk * C + C - 1))
+            merged_KV = tl.zeros([K, BLOCK_V], tl.float32)
+            if LOWEST:
+                first += b * T
+                inside_C1 = ((row_C >= begin) & (row_C < end))[:, None]
+                v_tile = tile(v_BTJV + j * V + column, first, J * V, row_C, value_V)
+                v_CV = tl.load(v_tile, inside_C1, 0.0).to(PRODUCT)
+                Y_CK = tl.load(tile(Y_BJNCK, chunk * C, K, row_C, key_K)).to(PRODUCT)
+                merged_KV = tl.dot(tl.trans(Y_CK), v_CV)
+                if HAS_FIRST:  # noqa: SIM102 (a constant and a value)
+                    if n == 0:
+                        first_write = tile(first_write_BJKV + column, bj * K, V, key_K, value_V)
+                        merged_KV += tl.load(first_write).to(tl.float32)
+            elif arrives:
+                at = (bj * ARRIVING + tl.load(arrival_N + n)) * K
+                merged_KV = tl.load(tile(arriving_BJAKV + column, at, V, key_K, value_V))
+            live = tl.load(live_N + n)
+            for m in range(low):
+                live += (number >> m) & 1
+            target = 0
+            for m in range(high - low):
+                if ((held >> m) & 1) != 0:
+                    pointers = tile(node_at, (nodes + m) * K, V, key_K, value_V)
+                    S_KV = tl.load(pointers)
+                    low_KV = S_KV.to(PRODUCT)
+                    state = tile(states_BJSKV + column, (bj * LIVE + live) * K, V, key_K, value_V)
+                    tl.store(state, low_KV.to(states_BJSKV.dtype.element_ty))
+                    S_KV = across * S_KV - tl.dot(E_KK, low_KV)
+                    if (1 << (low + m)) < carry:
+                        merged_KV += S_KV
+                        target += 1
+                    else:
+                        tl.store(pointers, S_KV)
+                    live += 1
+            if arrives:
+                merged_at = tile(node_at, (nodes + target) * K, V, key_K, value_V)
+                if not HIGHEST:  # noqa: SIM102 (a constant and a value)
+                    if carry >= (1 << high):
+                        at = (bj * LEAVING + tl.load(departure_N + n)) * K
+                        merged_at = tile(leaving_BJAKV + column, at, V, key_K, value_V)
+                tl.store(merged_at, merged_KV)
+            # Other threads read it next.
+            tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["T", "M", "LIVE"])

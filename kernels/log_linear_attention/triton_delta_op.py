@@ -4,6 +4,7 @@ autograd."""
 # Launches take keywords that the kernels' signatures do not have.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from mixtron.kernels.log_linear_attention.triton_delta_forward import (
     output_kernel,
     scan_kernel,
 )
-from mixtron.kernels.log_linear_attention.triton_plan import TreePlan
+from mixtron.kernels.log_linear_attention.triton_plan import ScanRange, TreePlan
 from mixtron.kernels.triton_tools import product_dtype
 
 
@@ -107,10 +108,35 @@ def _value_dims(v, maps) -> dict:
     return {"J": v.shape[2], "K": K, "V": v.shape[3], "C": CHUNK_LENGTH, "PRODUCT": product}
 
 
-def _nodes(v, maps, plan: TreePlan):
-    """Room for the nodes of a position in each stretch [B, J, R, M + 1, K, V] fp32."""
-    B, J, K, V = v.shape[0], v.shape[2], maps[3].shape[-1], v.shape[3]
-    return v.new_empty(B, J, plan.stretches, plan.bits + 1, K, V, dtype=torch.float32)
+def _nodes(v, K: int, ranges: Sequence[ScanRange]) -> list:
+    """Room for each range's nodes of a position in each group [B, J, R, M, K, V] fp32, and for the
+    nodes that it takes over from the range below [B, J, A, K, V] fp32; nothing is below the first.
+    """
+    B, J, V = v.shape[0], v.shape[2], v.shape[3]
+    fp32 = {"dtype": torch.float32}
+    return [
+        (
+            v.new_empty(B, J, own.groups, own.slots, K, V, **fp32),
+            v.new_empty(B, J, own.arriving, K, V, **fp32) if own.low else None,
+        )
+        for own in ranges
+    ]
+
+
+def _between(i: int, ranges: Sequence[ScanRange], nodes: list) -> tuple[tuple, dict]:
+    """What a scan over range i is given of the ranges beside it: pointers, and numbers."""
+    own, above = ranges[i], i + 1 if i + 1 < len(ranges) else None
+    leaving = (None, None) if above is None else (ranges[above].arrival_N, nodes[above][1])
+    pointers = (own.arrival_N if own.low else None, nodes[i][1], *leaving)
+    numbers = {
+        "low": own.low,
+        "high": own.high,
+        "ARRIVING": own.arriving,
+        "LEAVING": 0 if above is None else ranges[above].arriving,
+        "LOWEST": own.low == 0,
+        "HIGHEST": above is None,
+    }
+    return pointers, numbers
 
 
 def scan(v, maps, first_write, larger_BSJKV, plan: TreePlan):
@@ -118,20 +144,23 @@ def scan(v, maps, first_write, larger_BSJKV, plan: TreePlan):
     before, smallest first."""
     cumulative, _, _, _, Y, E = maps
     (B, T, J, V), K = v.shape, Y.shape[-1]
-    nodes_BJRMKV = _nodes(v, maps, plan)
     count = plan.slots - plan.chunks
-    if count:
-        initial = 0.0 if larger_BSJKV is None else larger_BSJKV.transpose(1, 2)
-        nodes_BJRMKV[:, :, 0, :count] = initial
     states_BJSKV = v.new_empty(B, J, max(1, plan.live), K, V)
+    first_write = None if first_write is None else first_write.contiguous()
     block_v = min(PLAN.scan_block_v, V)
-    scan_kernel[(V // block_v, B * J, plan.stretches)](
-        v, Y, E, cumulative, plan.chunk_N4, plan.live_N, plan.stretch_R2,
-        None if first_write is None else first_write.contiguous(),
-        nodes_BJRMKV, states_BJSKV, T, plan.chunks, plan.bits, states_BJSKV.shape[2],
-        BLOCK_V=block_v, HAS_FIRST=first_write is not None, **_value_dims(v, maps),
-        num_warps=PLAN.scan_warps,
-    )  # fmt: skip
+    nodes = _nodes(v, K, plan.ranges)
+    for i, own in enumerate(plan.ranges):
+        held = nodes[i][0][:, :, 0, : max(0, min(count, own.high) - own.low)]
+        held[...] = 0.0
+        if larger_BSJKV is not None:
+            held[...] = larger_BSJKV[:, own.low :][:, : held.shape[2]].transpose(1, 2)
+        pointers, numbers = _between(i, plan.ranges, nodes)
+        scan_kernel[(V // block_v, B * J, own.groups)](
+            v, Y, E, cumulative, plan.chunk_N4, plan.live_N, own.group_R2, first_write,
+            *pointers, nodes[i][0], states_BJSKV, T, plan.chunks, states_BJSKV.shape[2],
+            **numbers, BLOCK_V=block_v, HAS_FIRST=first_write is not None,
+            **_value_dims(v, maps), num_warps=PLAN.scan_warps,
+        )  # fmt: skip
     return states_BJSKV
 
 
@@ -152,17 +181,20 @@ def reverse_scan(do, lambda_, maps, states, plan: TreePlan):
     write [B, J, N, K, V]; and of the nodes before the first chunk."""
     cumulative, _, _, Z, _, E = maps
     (B, T, J, V), K = do.shape, Z.shape[-1]
-    dnodes_BJRMKV = _nodes(do, maps, plan)
     dstates_BJSKV = torch.empty_like(states)
     dwrite_BJNKV = states.new_empty(B, J, plan.chunks, K, V)
     block_v = min(PLAN.reverse_block_v, V)
-    reverse_scan_kernel[(V // block_v, B * J, plan.stretches)](
-        do, lambda_, Z, E, cumulative, plan.chunk_N4, plan.live_N, plan.following_N,
-        plan.stretch_R2, dnodes_BJRMKV, dstates_BJSKV, dwrite_BJNKV,
-        T, plan.chunks, plan.bits, states.shape[2],
-        L=lambda_.shape[-1], BLOCK_V=block_v, **_value_dims(do, maps), num_warps=PLAN.reverse_warps,
-    )  # fmt: skip
-    return dstates_BJSKV, dwrite_BJNKV, dnodes_BJRMKV[:, :, 0]
+    dnodes = _nodes(do, K, plan.ranges)
+    for i, own in reversed([*enumerate(plan.ranges)]):
+        pointers, numbers = _between(i, plan.ranges, dnodes)
+        reverse_scan_kernel[(V // block_v, B * J, own.groups)](
+            do, lambda_, Z, E, cumulative, plan.chunk_N4, plan.live_N, plan.following_N,
+            own.group_R2, *pointers, dnodes[i][0], dstates_BJSKV, dwrite_BJNKV,
+            T, plan.chunks, states.shape[2], **numbers, L=lambda_.shape[-1], BLOCK_V=block_v,
+            **_value_dims(do, maps), num_warps=PLAN.reverse_warps,
+        )  # fmt: skip
+    first = torch.cat([own[:, :, 0] for own, _ in dnodes], dim=2)
+    return dstates_BJSKV, dwrite_BJNKV, first
 
 
 def transition_gradients(states, dstates, maps, plan: TreePlan):

@@ -18,6 +18,27 @@ from mixtron.kernels.log_linear_attention.fenwick import chunk_tokens
 
 PART_CHUNKS = 16
 MAX_STRETCHES = 16
+SPLIT_BITS = (0, 4, 7)
+"""Where the delta base's scan is split: each launch carries the nodes from one of these bits up to
+the next on, in blocks of chunks that begin with none of them."""
+
+
+@dataclass(frozen=True)
+class ScanRange:
+    """The nodes of bits low .. high - 1; the last range has all from low on."""
+
+    low: int
+    high: int
+    groups: int
+    group_R2: Tensor
+    """The first chunk, and the end, of blocks that are scanned side by side."""
+    arriving: int
+    arrival_N: Tensor
+    """How many nodes of bit `low` or above the chunks before each one complete."""
+
+    @property
+    def slots(self) -> int:
+        return self.high - self.low
 
 
 @dataclass(frozen=True)
@@ -52,6 +73,7 @@ class TreePlan:
     stretch_R2: Tensor
     """The first chunk, and the end, of each stretch of whole documents: scans run through these
     side by side."""
+    ranges: tuple[ScanRange, ...]
 
 
 @lru_cache(maxsize=64)
@@ -78,6 +100,15 @@ def tree_plan(
     def on_device(x: Sequence | np.ndarray, dtype: type) -> Tensor:
         return torch.tensor(np.asarray(x, dtype=dtype)).to(device, non_blocking=True)
 
+    ranges = []
+    for low, high in _bit_ranges(M):
+        last = high > M
+        groups = stretches if last else _groups(index, chunks.following, 1 << high)
+        arrives_N = (index + 1) % (1 << low) == 0
+        arrival_N = on_device(arrives_N.cumsum() - arrives_N, np.int32)
+        group_R2 = on_device(groups, np.int32)
+        ranges.append(ScanRange(low, high, len(groups), group_R2, int(arrives_N.sum()), arrival_N))
+
     return TreePlan(
         chunks=N,
         slots=S,
@@ -94,6 +125,7 @@ def tree_plan(
         following_N=on_device(chunks.following, np.int32),
         stretches=len(stretches),
         stretch_R2=on_device(stretches, np.int32),
+        ranges=tuple(ranges),
     )
 
 
@@ -123,6 +155,25 @@ def _nodes(
             parts.append((b, begin, min(PART_CHUNKS, read_to - begin), 0))
         nodes.append((b, parent if parent <= last else -1, first_part, len(parts) - first_part))
     return nodes, parts
+
+
+def _bit_ranges(bits: int) -> list[tuple[int, int]]:
+    """The last has a slot for the node that a chunk of so many bits may complete."""
+    lows = [low for low in SPLIT_BITS if low == 0 or low < bits]
+    return list(zip(lows, [*lows[1:], bits + 1], strict=True))
+
+
+def _groups(index_N: np.ndarray, following_N: np.ndarray, block: int) -> list[tuple[int, int]]:
+    """Blocks that begin a document or at a multiple of `block` chunks of one, the short ones
+    together."""
+    N = len(index_N)
+    begins_N = (index_N % block == 0) | (np.arange(N) == 0)
+    begins_N[1:] |= following_N[:-1] == 0
+    first = []
+    for n in np.flatnonzero(begins_N).tolist():
+        if not first or n - first[-1] >= block:
+            first.append(n)
+    return list(zip(first, [*first[1:], N], strict=True))
 
 
 def _stretches(following_N: np.ndarray) -> list[tuple[int, int]]:

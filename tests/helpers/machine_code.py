@@ -48,13 +48,16 @@ def _type(value: Tensor | int | float) -> str:
     return "i32" if isinstance(value, int) else "fp32"
 
 
-def unset_addresses(cubin: bytes, folder: Path) -> list[str]:
-    """Additions of a constant to a register that nothing has written before, in the order in which
-    the instructions lie: what ptxas 12.8 makes of some operands' addresses."""
+def disassembled(cubin: bytes, folder: Path) -> str:
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
     command = [NVDISASM, "-c", path]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def unset_addresses(text: str) -> list[str]:
+    """Additions of a constant to a register that nothing has written before, in the order in which
+    the instructions lie: what ptxas 12.8 makes of some operands' addresses."""
     written: set[str] = set()
     found = []
     for line in text.splitlines():
