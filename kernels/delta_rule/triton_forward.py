@@ -59,7 +59,9 @@ def prepare_kernel(
         document_C = tl.load(document_T + t_C, mask=inside_C, other=-1)
         before_C = tl.load(document_T + t_C - 1, mask=inside_C & (t_C + b > 0), other=0)
         upto_CC = upto_CC & (document_C[:, None] == document_C[None, :])
-        reached_C = reached_C & (document_C == tl.load(document_T + tl.maximum(n * C - 1, 0)))
+        # Rows follow on each other: the token before the first of all is itself.
+        before = tl.maximum(b * T + n * C - 1, 0) - b * T
+        reached_C = reached_C & (document_C == tl.load(document_T + before))
         ends_C = ends_C & (document_C == tl.load(document_T + n * C + last))
     G_C = tl.zeros([C], tl.float32)
     if HAS_DECAY:

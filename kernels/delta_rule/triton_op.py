@@ -16,10 +16,12 @@ from mixtron.kernels.delta_rule.triton_backward import reverse_scan_kernel
 from mixtron.kernels.delta_rule.triton_forward import prepare_kernel, scan_kernel
 from mixtron.kernels.delta_rule.triton_gradient import gradient_kernel, pairs_kernel
 from mixtron.kernels.delta_rule.triton_plan import launch_plan
-from mixtron.kernels.recurrence import document_starts
+from mixtron.kernels.recurrence import compose_chunks, document_starts
 from mixtron.kernels.triton_tools import check_takes, product_dtype
 
 CHUNK_LENGTH = 64
+PROGRAMS = 256
+"""That keep a GPU busy: two on each multiprocessor."""
 STATE_EVERY = 2
 """A state, and its gradient, is kept of every second chunk; the one between is computed again."""
 
@@ -72,17 +74,29 @@ def segment_map_triton(
     """Arguments and results of `delta_rule_segment_map`, where `delta_rule_triton` can run.
 
     The states' columns do not know of each other: from the state [0 | I] and the values [v | 0] the
-    scan ends with [h | M].
+    scan ends with [h | M]. Pieces of the sequence are scanned side by side, then composed.
     """
     check_takes(k_BTHK, v_BTJV, "k_BTHK")
-    K, V = k_BTHK.shape[3], v_BTJV.shape[3]
-    B, J = v_BTJV.shape[0], v_BTJV.shape[2]
+    (B, T), K, (J, V) = k_BTHK.shape[:2], k_BTHK.shape[3], v_BTJV.shape[2:]
+    pieces = _pieces(T, B * J * (K + V) // 64)
+    inputs = (k_BTHK.detach(), k_BTHK, F.pad(v_BTJV, (0, K)), log_decay_BTJ, eta_BTJ)
+    # [B, T] to [B pieces, T / pieces].
+    rows = (None if x is None else x.unflatten(1, (pieces, -1)).flatten(0, 1) for x in inputs)
     identity_KK = torch.eye(K, dtype=torch.float32, device=k_BTHK.device)
-    initial_BJKE = F.pad(identity_KK, (V, 0)).expand(B, J, K, V + K)
-    inputs = (k_BTHK.detach(), k_BTHK, F.pad(v_BTJV, (0, K)), log_decay_BTJ, eta_BTJ, initial_BJKE)
-    _, map_BJKE = _DeltaRule.apply(*inputs, cu_seqlens, Options(step_size, eps, 1.0))  # type: ignore[misc]
-    h_BJKV, M_BJKK = map_BJKE.split([V, K], dim=-1)
-    return M_BJKK, h_BJKV
+    initial = F.pad(identity_KK, (V, 0)).expand(B * pieces, J, K, V + K)
+    options = Options(step_size, eps, 1.0)
+    _, maps = _DeltaRule.apply(*rows, initial, cu_seqlens, options)  # type: ignore[misc]
+    maps_BJNKE = maps.unflatten(0, (B, pieces)).transpose(1, 2)
+    write_BJNKV, transition_BJNKK = maps_BJNKE.split([V, K], dim=-1)
+    return compose_chunks(transition_BJNKK, write_BJNKV, torch.matmul)
+
+
+def _pieces(T: int, programs: int) -> int:
+    """In how many whole numbers of chunks a scan of so many programs is cut to fill a GPU."""
+    pieces = 1
+    while T % (2 * pieces * CHUNK_LENGTH) == 0 and 2 * pieces * programs <= PROGRAMS:
+        pieces *= 2
+    return pieces
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,9 @@ def with_gradients(inputs, **options):
 
 
 common.V = 16
-for offsets in (None, torch.tensor([0, 66, 70, 70])):
-    inputs = common.make_inputs(70, J=4)
+# Not cut, with a ragged tail; and four pieces that continue a document, begin one, continue one.
+for T, offsets in [(70, None), (256, torch.tensor([0, 66, 128, 200, 256, 256]))]:
+    inputs = common.make_inputs(T, J=2)
     options = {"step_size": "kaczmarz", "cu_seqlens": offsets}
     exact = with_gradients(inputs, **options)
     found = with_gradients(common.to_dtype(inputs, torch.float32), **options, backend="triton")

@@ -156,10 +156,11 @@ def test_lengths(T, extreme):
 
 
 def test_segment_map():
-    """The map of the second half of a sequence takes the state of the first to the whole's."""
-    inputs = make_inputs(1000)
+    """The map of the second half of a sequence, itself made of pieces, takes the state of the first
+    to the whole's."""
+    inputs = make_inputs(1024)
     _, *writes = inputs.values()
-    halves = [[x[:, part] for x in writes] for part in (slice(0, 500), slice(500, None))]
+    halves = [[x[:, part] for x in writes] for part in (slice(0, 512), slice(512, None))]
     leaves = [x.detach().requires_grad_() for x in halves[1]]
     (_, state), (M, h) = (
         delta_rule_segment_map(*part, step_size="kaczmarz", backend="triton")
