@@ -34,6 +34,8 @@ for T, J, step_size, decay, offsets, rows in [
     (64, 2, "learned", True, None, 1),
     (200, 2, "kaczmarz", True, [0, 1, 2, 63, 64, 150, 200, 200], 1),
     (210, 2, "kaczmarz", True, [0, 1, 70, 100, 140, 209, 210, 210], 3),
+    # Four pieces, of which one begins a document.
+    (256, 2, "kaczmarz", True, [0, 66, 128, 256, 256], 1),
 ]:
     options = {"step_size": step_size}
     if offsets is not None:
@@ -112,6 +114,7 @@ def test_interpreted_kernels_equal_the_recurrence():
         "checked 64 8",
         "checked 200 8",
         "checked 210 8",
+        "checked 256 8",
         *["checked map 6"] * 2,
         *["checked decode"] * 3,
         "checked self-test",
