@@ -23,9 +23,9 @@ CHUNK_LENGTH = 64
 PROGRAMS = 256
 """That keep a GPU busy: two on each multiprocessor."""
 FEWEST_PIECES, MOST_PIECES = 4, 8
-"""A sequence of few heads is cut in pieces that are scanned side by side, once their maps have given
-the state before each. The maps cost about two scans of a piece, so fewer pieces save nothing, and
-states are handed on one after another."""
+"""A sequence of few heads is cut in pieces that are scanned side by side, once their maps have
+given the state before each. The maps cost about two scans of a piece, so fewer pieces save nothing;
+states are handed on one after another, so more save little."""
 STATE_EVERY = 2
 """A state, and its gradient, is kept of every second chunk; the one between is computed again."""
 
