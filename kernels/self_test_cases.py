@@ -206,8 +206,8 @@ def norm_case() -> Case:
         "gated RMS",
         inputs,
         (),
-        lambda x, gate, weight: rms_norm(x, weight, 1e-5, gate=gate, backend="triton"),
-        lambda x, gate, weight: rms_norm_reference(x, weight, 1e-5, gate=gate),
+        lambda x, weight, gate: rms_norm(x, weight, 1e-5, gate=gate, backend="triton"),
+        lambda x, weight, gate: rms_norm_reference(x, weight, 1e-5, gate=gate),
     )
 
 
