@@ -16,7 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixtron.kernels import measure
-from mixtron.kernels.delta_rule import delta_rule, delta_rule_decode, triton_op, triton_plan
+from mixtron.kernels.delta_rule import (
+    delta_rule,
+    delta_rule_decode,
+    delta_rule_segment_map,
+    triton_op,
+    triton_plan,
+)
 from mixtron.kernels.delta_rule.triton_plan import Launch
 from mixtron.kernels.norms import unit_norm
 
@@ -112,6 +118,22 @@ def decode(name: str, step: Callable[..., None]) -> None:
         print(f"- {batch}: {1000 * ms:.1f}, {1000 * batch / ms:,.0f}", flush=True)
 
 
+def segment_maps() -> None:
+    """What context ranks exchange, beside the form in torch."""
+    print("\nThe map of a segment, H = 8: form, T; forward ms, with backward, extra MiB\n")
+    for backend, T in (("triton", 8192), ("triton", 65536), ("chunk", 8192)):
+        _, k, v, decay, step, rate, bias = make_inputs((1, T, 8)).values()
+        log_decay, eta = (x.detach().requires_grad_() for x in gates(decay, step, rate, bias))
+        leaves = [k, v, log_decay, eta]
+
+        def run(leaves=leaves, backend=backend):
+            maps = delta_rule_segment_map(*leaves, step_size="kaczmarz", backend=backend)
+            return torch.cat(maps, dim=-1)
+
+        found = measure.forward_and_backward(run, leaves)
+        print(f"- {backend}, {T}: {found[0]:.3f}, {found[1]:.3f}, {found[2]:,.0f}", flush=True)
+
+
 def kernels(shape: tuple[int, int, int]) -> None:
     """Each kernel's time, by torch's profiler."""
     inputs = make_inputs(shape)
@@ -161,6 +183,7 @@ def main() -> None:
     print(measure.versions(), flush=True)
     compare("KLA, this op", ours)
     decode("KLA, this op", own_step)
+    segment_maps()
     for shape in SHAPES[:2] if options.kernels else ():
         kernels(shape)
     for every in options.sweep:

@@ -59,7 +59,9 @@ def prepare_kernel(
         document_C = tl.load(document_T + t_C, mask=inside_C, other=-1)
         before_C = tl.load(document_T + t_C - 1, mask=inside_C & (t_C + b > 0), other=0)
         upto_CC = upto_CC & (document_C[:, None] == document_C[None, :])
-        reached_C = reached_C & (document_C == tl.load(document_T + tl.maximum(n * C - 1, 0)))
+        # Rows follow on each other: the token before the first of all is itself.
+        before = tl.maximum(b * T + n * C - 1, 0) - b * T
+        reached_C = reached_C & (document_C == tl.load(document_T + before))
         ends_C = ends_C & (document_C == tl.load(document_T + n * C + last))
     G_C = tl.zeros([C], tl.float32)
     if HAS_DECAY:
@@ -129,16 +131,19 @@ def scan_kernel(
     J: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    VALUES: tl.constexpr,
     BLOCK_V: tl.constexpr,
     C: tl.constexpr,
     STATE_EVERY: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
+    HAS_OUTPUT: tl.constexpr,
     TRAINING: tl.constexpr,
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """All chunks of one value head and BLOCK_V of its columns, one after another. For backward it
-    keeps U, and the state before every STATE_EVERY-th chunk."""
+    keeps U, and the state before every STATE_EVERY-th chunk. Of the state's V columns the first
+    VALUES are written to, the others by values of 0."""
     column = tl.program_id(0) * BLOCK_V
     bj = tl.program_id(1).to(tl.int64)
     b, j = bj // J, bj % J
@@ -154,15 +159,17 @@ def scan_kernel(
         chunk = bj * N * C + n * C
         inside_C1 = (row_C < T - n * C)[:, None]
         k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0)
-        q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0)
-        v_CV = tl.load(tile(v_BTJV + j * V + column, first, J * V, row_C, value_V), inside_C1, 0.0)
+        if HAS_OUTPUT:
+            q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0)
+        v_tile = tile(v_BTJV + j * VALUES + column, first, J * VALUES, row_C, value_V)
+        v_CV = tl.load(v_tile, inside_C1 & (column < VALUES), 0.0)
         X_CC = tl.load(tile(X_BJTC, chunk, C, row_C, row_C))
-        P_CC = tl.load(tile(P_BJTC, chunk, C, row_C, row_C))
+        if HAS_OUTPUT:
+            P_CC = tl.load(tile(P_BJTC, chunk, C, row_C, row_C))
         read_C = tl.load(rows_4BJT + chunk + row_C)
         write_C = tl.load(rows_4BJT + plane + chunk + row_C)
-        query_C = tl.load(rows_4BJT + 2 * plane + chunk + row_C)
         across = tl.load(across_BJN + bj * N + n)
-        k_CK, q_CK = k_CK.to(PRODUCT), q_CK.to(PRODUCT)
+        k_CK = k_CK.to(PRODUCT)
         S_low_KV = S_KV.to(PRODUCT)
         if TRAINING:  # noqa: SIM102 (a constant and a value)
             if n % STATE_EVERY == 0:
@@ -174,10 +181,12 @@ def scan_kernel(
         if TRAINING:
             U_tile = tile(U_BTJV + j * V + column, first, J * V, row_C, value_V)
             tl.store(U_tile, U_CV.to(U_BTJV.dtype.element_ty), inside_C1)
-        o_CV = tl.dot(q_CK, S_low_KV) * query_C[:, None]
-        o_CV = tl.dot(P_CC.to(PRODUCT), U_CV.to(PRODUCT), o_CV)
+        if HAS_OUTPUT:
+            query_C = tl.load(rows_4BJT + 2 * plane + chunk + row_C)
+            o_CV = tl.dot(q_CK.to(PRODUCT), S_low_KV) * query_C[:, None]
+            o_CV = tl.dot(P_CC.to(PRODUCT), U_CV.to(PRODUCT), o_CV)
+            o_tile = tile(o_BTJV + j * V + column, first, J * V, row_C, value_V)
+            tl.store(o_tile, o_CV.to(o_BTJV.dtype.element_ty), inside_C1)
         write_CV = (U_CV * write_C[:, None]).to(PRODUCT)
         S_KV = tl.dot(tl.trans(k_CK), write_CV, S_KV * across)
-        o_tile = tile(o_BTJV + j * V + column, first, J * V, row_C, value_V)
-        tl.store(o_tile, o_CV.to(o_BTJV.dtype.element_ty), inside_C1)
     tl.store(tile(final_BJKV + column, bj * K, V, key_K, value_V), S_KV)

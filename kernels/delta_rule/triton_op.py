@@ -17,13 +17,19 @@ from mixtron.kernels.delta_rule.triton_forward import prepare_kernel, scan_kerne
 from mixtron.kernels.delta_rule.triton_gradient import gradient_kernel, pairs_kernel
 from mixtron.kernels.delta_rule.triton_plan import launch_plan
 from mixtron.kernels.launching import Launched
-from mixtron.kernels.recurrence import document_numbers
+from mixtron.kernels.recurrence import compose_chunks, document_numbers
 from mixtron.kernels.triton_tools import check_takes, product_dtype
 
 launch_prepare, launch_scan = Launched(prepare_kernel), Launched(scan_kernel)
 launch_reverse_scan, launch_pairs = Launched(reverse_scan_kernel), Launched(pairs_kernel)
 launch_gradient = Launched(gradient_kernel)
 CHUNK_LENGTH = 64
+PROGRAMS = 256
+"""That keep a GPU busy: two on each multiprocessor."""
+FEWEST_PIECES, MOST_PIECES = 4, 8
+"""A sequence of few heads is cut in pieces that are scanned side by side, once their maps have
+given the state before each. The maps cost about two scans of a piece, so fewer pieces save nothing;
+states are handed on one after another, so more save little."""
 STATE_EVERY = 2
 """A state, and its gradient, is kept of every second chunk; the one between is computed again."""
 
@@ -77,17 +83,33 @@ def segment_map_triton(
     """Arguments and results of `delta_rule_segment_map`, where `delta_rule_triton` can run.
 
     The states' columns do not know of each other: from the state [0 | I] and the values [v | 0] the
-    scan ends with [h | M].
+    scan ends with [h | M]. Pieces of the sequence are scanned side by side, then composed.
     """
     check_takes(k_BTHK, v_BTJV, "k_BTHK")
-    K, V = k_BTHK.shape[3], v_BTJV.shape[3]
-    B, J = v_BTJV.shape[0], v_BTJV.shape[2]
+    (B, T), K, (J, V) = k_BTHK.shape[:2], k_BTHK.shape[3], v_BTJV.shape[2:]
+    pieces = _pieces(T, B * J * (K + V) // 64)
+    inputs = (k_BTHK.detach(), k_BTHK, F.pad(v_BTJV, (0, K)), log_decay_BTJ, eta_BTJ)
+    # [B, T] to [B pieces, T / pieces].
+    rows = (None if x is None else x.unflatten(1, (pieces, -1)).flatten(0, 1) for x in inputs)
     identity_KK = torch.eye(K, dtype=torch.float32, device=k_BTHK.device)
-    initial_BJKE = F.pad(identity_KK, (V, 0)).expand(B, J, K, V + K)
-    inputs = (k_BTHK.detach(), k_BTHK, F.pad(v_BTJV, (0, K)), log_decay_BTJ, eta_BTJ, initial_BJKE)
-    _, map_BJKE = _DeltaRule.apply(*inputs, cu_seqlens, Options(step_size, eps, 1.0))  # type: ignore[misc]
-    h_BJKV, M_BJKK = map_BJKE.split([V, K], dim=-1)
-    return M_BJKK, h_BJKV
+    initial = F.pad(identity_KK, (V, 0)).expand(B * pieces, J, K, V + K)
+    options = Options(step_size, eps, 1.0)
+    _, maps = _DeltaRule.apply(*rows, initial, cu_seqlens, options)  # type: ignore[misc]
+    maps_BJNKE = maps.unflatten(0, (B, pieces)).transpose(1, 2)
+    write_BJNKV, transition_BJNKK = maps_BJNKE.split([V, K], dim=-1)
+    return compose_chunks(transition_BJNKK, write_BJNKV, torch.matmul)
+
+
+def _pieces(T: int, programs: int) -> int:
+    """In how many whole numbers of chunks a scan of so many programs is cut to fill a GPU."""
+    pieces = 1
+    while (
+        T % (2 * pieces * CHUNK_LENGTH) == 0
+        and 2 * pieces * programs <= PROGRAMS
+        and 2 * pieces <= MOST_PIECES
+    ):
+        pieces *= 2
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -100,30 +122,83 @@ class Options:
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, log_decay, eta, initial, cu_seqlens, options):
-        q, k, v, eta = q.contiguous(), k.contiguous(), v.contiguous(), eta.contiguous()
-        log_decay = None if log_decay is None else log_decay.contiguous()
+        (B, T), (J, V) = q.shape[:2], v.shape[2:]
         document_T = None
         if cu_seqlens is not None:
-            document_T = document_numbers(cu_seqlens, q.shape[0] * q.shape[1])
+            document_T = document_numbers(cu_seqlens, B * T)
+        pieces = _pieces(T, B * J * V // 64)
+        if pieces < FEWEST_PIECES:
+            pieces = 1
+        q, k, v, log_decay, eta = (_cut(x, pieces) for x in (q, k, v, log_decay, eta))
         prepared = prepare(q, k, log_decay, eta, document_T, options)
+        maps, states_before = None, initial
+        if pieces > 1:
+            maps = _maps(k, v, prepared, pieces)
+            states_before = _states_before(maps, initial)
         training = any(ctx.needs_input_grad)
-        o, final, U, states = scan(q, k, v, prepared, initial, training)
+        o, final, U, states = scan(q, k, v, prepared, states_before, training)
         if training:
-            ctx.save_for_backward(q, k, U, log_decay, eta, document_T, *prepared, states)
-            ctx.options = options
+            ctx.save_for_backward(q, k, U, log_decay, eta, document_T, *prepared, states, maps)
+            ctx.options, ctx.pieces = options, pieces
             ctx.has_initial = initial is not None
-        return o, final
+        return o.view(B, T, J, V), final[pieces - 1 :: pieces]
 
     @staticmethod
     def backward(ctx, do, dfinal):  # type: ignore[override]
-        q, k, U, log_decay, eta, document_T, *prepared, states = ctx.saved_tensors
-        do = do.contiguous()
+        q, k, U, log_decay, eta, document_T, *prepared, states, maps = ctx.saved_tensors
+        pieces = ctx.pieces
+        do = _cut(do, pieces)
+        if pieces > 1:
+            alone_BJKV = reverse_scan(q, k, do, prepared, None)[2]
+            dfinal = _gradients_after(maps, alone_BJKV, dfinal)
         dv, dstates, dinitial = reverse_scan(q, k, do, prepared, dfinal)
         dq, dk, dlog_decay, deta = gradient(
             q, k, U, do, dv, log_decay, eta, document_T, prepared, states, dstates, ctx.options
         )
-        dinitial = dinitial if ctx.has_initial else None
-        return dq, dk, dv, dlog_decay, deta, dinitial, None, None
+        found = (None if x is None else _join(x, pieces) for x in (dq, dk, dv, dlog_decay, deta))
+        dinitial = dinitial[::pieces] if ctx.has_initial else None
+        return *found, dinitial, None, None
+
+
+def _cut(x_BTE: Tensor | None, pieces: int) -> Tensor | None:
+    """[B, T, ...] to [B pieces, T / pieces, ...], contiguous."""
+    return None if x_BTE is None else x_BTE.contiguous().unflatten(1, (pieces, -1)).flatten(0, 1)
+
+
+def _join(x_BTE: Tensor, pieces: int) -> Tensor:
+    """The way back."""
+    return x_BTE.unflatten(0, (-1, pieces)).flatten(1, 2)
+
+
+def _maps(k, v, prepared, pieces: int) -> Tensor:
+    """[h | M] [B, pieces, J, K, V + K] of each piece, fp32: where a scan from [0 | I] ends."""
+    K, (J, V) = k.shape[3], v.shape[2:]
+    start_KE = F.pad(torch.eye(K, dtype=torch.float32, device=k.device), (V, 0))
+    initial = start_KE.expand(k.shape[0], J, K, V + K)
+    _, maps, _, _ = scan(None, k, v, prepared, initial, training=False)
+    return maps.unflatten(0, (-1, pieces))
+
+
+def _states_before(maps_BNJKE: Tensor, initial_BJKV: Tensor | None) -> Tensor:
+    """The state before each piece, [B N, J, K, V], one after another: N is small."""
+    K = maps_BNJKE.shape[3]
+    states = [torch.zeros_like(maps_BNJKE[:, 0, ..., :-K])]
+    if initial_BJKV is not None:
+        states[0] = initial_BJKV.to(maps_BNJKE.dtype)
+    for map_BJKE in maps_BNJKE.unbind(1)[:-1]:
+        states.append(map_BJKE[..., -K:] @ states[-1] + map_BJKE[..., :-K])
+    return torch.stack(states, dim=1).flatten(0, 1)
+
+
+def _gradients_after(maps_BNJKE: Tensor, alone: Tensor, dfinal_BJKV: Tensor) -> Tensor:
+    """The gradient of the state after each piece, [B N, J, K, V], from the end; `alone` is what
+    each piece's own outputs make of the state's before it."""
+    B, N, _, K, _ = maps_BNJKE.shape
+    gradients = [dfinal_BJKV]
+    for n in range(N - 1, 0, -1):
+        M_BJKK = maps_BNJKE[:, n, ..., -K:]
+        gradients.append(M_BJKK.mT @ gradients[-1] + alone.unflatten(0, (B, N))[:, n])
+    return torch.stack(gradients[::-1], dim=1).flatten(0, 1)
 
 
 def shape_of(k_BTHK: Tensor, J: int) -> dict:
@@ -166,19 +241,21 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
 
 
 def scan(q, k, v, prepared, initial, training: bool):
-    """o, the final state, and for backward U and every second state."""
+    """o, the final state, and for backward U and every second state. Without q no output; the
+    state has the columns of `initial`, of which v may have only the first."""
     (B, T, _, K), (J, V) = k.shape, v.shape[2:]
+    columns = V if initial is None else initial.shape[-1]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(k.device).scan
     block_v = math.gcd(plan.block_v, V)
-    o_BTJV = torch.empty_like(v)
-    final_BJKV = v.new_empty(B, J, K, V, dtype=torch.float32)
+    o_BTJV = None if q is None else torch.empty_like(v)
+    final_BJKV = v.new_empty(B, J, K, columns, dtype=torch.float32)
     U_BTJV = states_BJNKV = None
     if training:
         U_BTJV = torch.empty_like(v)
         states_BJNKV = v.new_empty(B, J, triton.cdiv(N, STATE_EVERY), K, V)
     launch_scan(
-        (V // block_v, B * J),
+        (columns // block_v, B * J),
         q,
         k,
         v,
@@ -191,10 +268,12 @@ def scan(q, k, v, prepared, initial, training: bool):
         T,
         N,
         B * J * N * CHUNK_LENGTH,
-        V=V,
+        V=columns,
+        VALUES=V,
         BLOCK_V=block_v,
         STATE_EVERY=STATE_EVERY,
         HAS_INITIAL=initial is not None,
+        HAS_OUTPUT=q is not None,
         TRAINING=training,
         **shape_of(k, J),
         STAGES=plan.stages,
