@@ -219,6 +219,6 @@ def carry_gradients(
         T, S, layout.heads // (H // G), G, LOW=LOW, num_warps=WARPS["inverse gradient"], **options,
     )  # fmt: skip
     map_row_gradient_kernel[(N, B * G)](
-        q_BTHK, k_BTGK, w_BTGK, beta_BTG, x.L, x.XT, x.Y, dM, d.k, dmaps, dY, dB, dA, dw,
+        q_BTHK, k_BTGK, w_BTGK, beta_BTG, x.L, x.XT, x.Y, dM, d.k, dmaps, dY, dB, dA, dw, dbeta,
         *of_queries, **shared, K=K, C=C, num_warps=WARPS["map row gradient"], num_stages=1,
     )  # fmt: skip

@@ -101,19 +101,24 @@ def inverse_kernel(
     first, own = b * T + n * C, bg * S + n * C
     w += g * K
     beta += b * T * groups + g
-    w1_HK = tl.load(tile(w, first, groups * K, row_H, key_K), (t1_H < T)[:, None], 0.0)
-    w2_HK = tl.load(tile(w, first + HALF, groups * K, row_H, key_K), (t2_H < T)[:, None], 0.0)
+    w1_tile = tile(w, first, groups * K, row_H, key_K)
+    w2_tile = tile(w, first + HALF, groups * K, row_H, key_K)
+    inside1_H1, inside2_H1 = (t1_H < T)[:, None], (t2_H < T)[:, None]
     beta1_H = tl.load(beta + t1_H * groups, t1_H < T, 0.0)
     beta2_H = tl.load(beta + t2_H * groups, t2_H < T, 0.0)
     start1_H, start2_H = 0 * t1_H, 0 * t2_H
     if DOCUMENTS:
         start1_H, start2_H = tl.load(start_S + t1_H), tl.load(start_S + t2_H)
     middle = n * C + HALF
+    w1_HK = tl.load(w1_tile, inside1_H1, 0.0)
     L1_HH = inverse(gram(w1_HK, w1_HK, beta1_H, start1_H, n * C, n * C, HALF), HALF)
     tl.store(tile(L, own, C, row_H, row_H), L1_HH)
     tl.store(tile(L + HALF, own, C, row_H, row_H), tl.zeros([HALF, HALF], tl.float32))
+    w2_HK = tl.load(w2_tile, inside2_H1, 0.0)
     L2_HH = inverse(gram(w2_HK, w2_HK, beta2_H, start2_H, middle, middle, HALF), HALF)
     tl.store(tile(L + HALF, own + HALF, C, row_H, row_H), L2_HH)
+    # Read once more, rather than held all along.
+    w1_HK, w2_HK = tl.load(w1_tile, inside1_H1, 0.0), tl.load(w2_tile, inside2_H1, 0.0)
     A_HH = gram(w2_HK, w1_HK, beta1_H, start2_H, middle, n * C, HALF)
     A_HH = tl.dot(L2_HH, A_HH, input_precision="tf32")
     A_HH = -tl.dot(A_HH, L1_HH, input_precision="tf32")
@@ -164,16 +169,15 @@ def solve_kernel(
 
 @triton.jit
 def gathered(
-    left, right, bg, n, T, S, heads, H,
+    acc_CE, left, right, bg, n, T, S, heads, H,
     R: tl.constexpr, C: tl.constexpr, E: tl.constexpr, LOW: tl.constexpr,
     NATURAL: tl.constexpr,
 ):  # fmt: skip
-    """left^T right of a tile, summed over a key/value head's query heads. left is [B, H, S, C],
-    right [B, H, S, E], or [B, T, H, E] where NATURAL."""
+    """acc_CE and left^T right of a tile, of each query head that shares a key/value head. left is
+    [B, H, S, C], right [B, H, S, E], or [B, T, H, E] where NATURAL."""
     b, g = bg // (H // R), bg % (H // R)
     row_C, column_E = tl.arange(0, C), tl.arange(0, E)
     inside_C1 = (n * C + row_C < T)[:, None]
-    acc_CE = tl.zeros([C, E], tl.float32)
     for r in range(R):
         h = g * R + r
         left_CC = tl.load(tile(left, (b * H + h) * S + n * C, C, row_C, row_C))
@@ -204,12 +208,16 @@ def key_gradient_kernel(
     first, own = b * T + n * C, bg * S + n * C
     below_CC = pairs(start_S, n * C, C, DOCUMENTS) & (row_C[:, None] > row_C[None, :])
     w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    dY_CK = gathered(M, dq_carried, bg, n, T, S, heads, H, R, C, K, LOW, False)
+    dY_CK = gathered(
+        tl.zeros([C, K], tl.float32), M, dq_carried, bg, n, T, S, heads, H, R, C, K, LOW, False
+    )
     dP_KK = tl.load(tile(dmaps, (bg * (S // C) + n) * K, K, key_K, key_K))
     dY_CK = tl.dot(w_CK, dP_KK, dY_CK)
     tl.store(tile(dY, own, K, row_C, key_K), (-dY_CK).to(LOW))
     dkc_tile = tile(dk_carried, own, K, row_C, key_K)
-    dX_CC = gathered(M, dlogits, bg, n, T, S, heads, H, R, C, C, LOW, False)
+    dX_CC = gathered(
+        tl.zeros([C, C], tl.float32), M, dlogits, bg, n, T, S, heads, H, R, C, C, LOW, False
+    )
     dX_CC = tl.dot(w_CK, tl.trans(tl.load(dkc_tile).to(LOW)), dX_CC)
     dX_CC = (-dX_CC).to(LOW)
     tl.store(tile(dX, own, C, row_C, row_C), dX_CC)
@@ -217,7 +225,9 @@ def key_gradient_kernel(
     U_CC = (tl.load(tile(L, own, C, row_C, row_C)) * beta_C[:, None]).to(LOW)
     dB_CC = tl.where(below_CC, tl.dot(tl.trans(U_CC), dX_CC), 0.0).to(LOW)
     tl.store(tile(dB, own, C, row_C, row_C), dB_CC)
-    dk_CK = gathered(dlogits, q, bg, n, T, S, heads, H, R, C, K, LOW, True)
+    dk_CK = gathered(
+        tl.zeros([C, K], tl.float32), dlogits, q, bg, n, T, S, heads, H, R, C, K, LOW, True
+    )
     dk_CK = tl.dot(tl.trans(dB_CC), w_CK, dk_CK * scale + tl.load(dkc_tile))
     dk_tile = tile(dk + g * K, first, groups * K, row_C, key_K)
     tl.store(dk_tile, dk_CK.to(dk.dtype.element_ty), inside_C1)
@@ -228,7 +238,7 @@ def inverse_gradient_kernel(
     k, w, beta, start_S, L, dX, dY, dA, dbeta, T, S, groups, G,
     K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile's dbeta, and that of A diag(beta)^-1: what passes through L."""
+    """A tile's dA, and of dbeta what passes through U."""
     n = tl.program_id(0)
     bg = tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G
@@ -248,17 +258,17 @@ def inverse_gradient_kernel(
     # Of L = (I + A)^-1: dA = -L^T dL L^T.
     dA_CC = tl.dot(tl.trans(L_CC), (dU_CC * beta_C[:, None]).to(LOW)).to(LOW)
     dA_CC = tl.where(below_CC, -tl.dot(dA_CC, tl.trans(L_CC)), 0.0)
-    tl.store(tile(dA, own, C, row_C, row_C), (dA_CC * beta_C[None, :]).to(LOW))
-    dbeta_C += tl.sum(dA_CC * tl.dot(w_CK, tl.trans(w_CK)), 0)
+    tl.store(tile(dA, own, C, row_C, row_C), dA_CC.to(LOW))
     tl.store(dbeta + (b * T + t_C) * groups + g, dbeta_C, t_C < T)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def map_row_gradient_kernel(
-    q, k, w, beta, L, XT, Y, dM, dk_carried, dmaps, dY, dB, dA, dw, T, S, heads, H,
+    q, k, w, beta, L, XT, Y, dM, dk_carried, dmaps, dY, dB, dA, dw, dbeta,
+    T, S, heads, H,
     R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """A tile's dw."""
+    """A tile's dw, and the rest of dbeta."""
     n = tl.program_id(0)
     bg = tl.program_id(1).to(tl.int64)
     G, groups = H // R, heads // R
@@ -267,14 +277,18 @@ def map_row_gradient_kernel(
     t_C = n * C + row_C
     inside_C1 = (t_C < T)[:, None]
     first, own = b * T + n * C, bg * S + n * C
-    dw_CK = gathered(dM, q, bg, n, T, S, heads, H, R, C, K, LOW, True)
     w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
     dA_CC = tl.load(tile(dA, own, C, row_C, row_C))
-    dw_CK = tl.dot(dA_CC, w_CK, dw_CK)
-    dw_CK = tl.dot(tl.trans(dA_CC), w_CK, dw_CK)
+    beta_C = tl.load(beta + (b * T + t_C) * groups + g, t_C < T, 0.0)
+    # A = tril(W W^T diag(beta)): what comes to beta_b w_b, of which both have a share.
+    dw_CK = tl.dot(tl.trans(dA_CC), w_CK)
+    dbeta_tile = dbeta + (b * T + t_C) * groups + g
+    dbeta_C = tl.load(dbeta_tile, t_C < T, 0.0) + tl.sum(dw_CK * w_CK.to(tl.float32), 1)
+    tl.store(dbeta_tile, dbeta_C, t_C < T)
+    dw_CK = tl.dot((dA_CC.to(tl.float32) * beta_C[None, :]).to(LOW), w_CK, dw_CK * beta_C[:, None])
+    dw_CK = gathered(dw_CK, dM, q, bg, n, T, S, heads, H, R, C, K, LOW, True)
     k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
     dw_CK = tl.dot(tl.load(tile(dB, own, C, row_C, row_C)), k_CK, dw_CK)
-    beta_C = tl.load(beta + (b * T + t_C) * groups + g, t_C < T, 0.0)
     U_CC = (tl.load(tile(L, own, C, row_C, row_C)) * beta_C[:, None]).to(LOW)
     dw_CK = tl.dot(tl.trans(U_CC), tl.load(tile(dY, own, K, row_C, key_K)), dw_CK)
     XT_CC = (-tl.load(tile(XT, own, C, row_C, row_C))).to(LOW)
