@@ -311,6 +311,22 @@ class _ReplaceFirst(torch.autograd.Function):
         return rest, grad[: ctx.rows]
 
 
+class _Ends(torch.autograd.Function):
+    """A tensor, its first and its last rows. Backward adds their gradients to the tensor's, in
+    place: a convolution makes that anew, and slices would fill and add whole tensors."""
+
+    @staticmethod
+    def forward(ctx, x, rows):
+        ctx.rows = rows
+        return x.view_as(x), x[:rows].clone(), x[-rows:].clone()
+
+    @staticmethod
+    def backward(ctx, grad, first, last):  # type: ignore[override]
+        grad[: ctx.rows] += first
+        grad[-ctx.rows :] += last
+        return grad, None
+
+
 class ShortConvolution(ShardedModule):
     """Causal depthwise convolution that starts anew at every document, then SiLU (by default).
 
@@ -345,12 +361,15 @@ class ShortConvolution(ShardedModule):
             components=components,
         )
 
-    def forward(self, x_TBE: Tensor, batch: Batch) -> Tensor:
-        return self._parts(x_TBE, batch, (x_TBE.shape[-1],))[0]
-
     def components(self, x_TBE: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         """`forward`, each component a tensor of its own."""
-        return self._parts(x_TBE, batch, self.widths)
+        # As a module: with overlap its call waits for the weights.
+        return self(x_TBE, batch, self.widths)
+
+    def forward(self, x_TBE: Tensor, batch: Batch, widths: tuple[int, ...] = ()) -> Any:
+        """One tensor, or parts of these widths."""
+        parts = self._parts(x_TBE, batch, widths or (x_TBE.shape[-1],))
+        return parts if widths else parts[0]
 
     def _parts(self, x_TBE: Tensor, batch: Batch, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
         halo, position_T = self.weight.shape[1] - 1, batch.position_ids
@@ -362,7 +381,8 @@ class ShortConvolution(ShardedModule):
         # As if the share began a document; then its first tokens anew, with those before them.
         own_T = torch.arange(len(position_T), device=position_T.device).minimum(position_T)
         first_T = F.pad(position_T[:halo], (halo, 0))
-        first_TBE = torch.cat([self._rows_before(x_TBE[-halo:], halo), x_TBE[:halo]])
+        x_TBE, own_TBE, last_TBE = _Ends.apply(x_TBE, min(halo, len(x_TBE)))  # type: ignore[misc]
+        first_TBE = torch.cat([self._rows_before(last_TBE, halo), own_TBE])
         firsts = convolve(first_TBE, position_T=first_T)
         return tuple(
             _ReplaceFirst.apply(y_TBE, first[halo:])

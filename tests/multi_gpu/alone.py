@@ -20,8 +20,8 @@ def cases(options: Options) -> list[Case]:
 def measured(options: Options) -> list[Measured]:
     if options.device == "cpu":
         return [*models.DEBUG, *long(options)]
-    ordered = [*models.SMALL, models.KLA_1300M, models.ATTENTION_1300M, *long(options)]
-    return [*ordered, models.SA_SWA_1300M]
+    large = [models.KLA_1300M, models.SA_SWA_1300M, models.ATTENTION_1300M]
+    return [*models.SMALL, *long(options), *large]
 
 
 def long(options: Options) -> list[Measured]:

@@ -21,10 +21,10 @@ class Measured:
         return self.micro_batch * self.micro_batches
 
 
-ATTENTION = Measured("attention_400m", "attention_400m", 4)
-KLA = Measured("kla_400m", "kla_400m", 4)
-SA_SWA = Measured("sa_swa_400m", "sa_swa_400m", 4, overrides=("mixers.sa_swa.kernel=triton",))
-PATH = Measured("path_400m", "path_400m", 4, micro_batches=1)
+ATTENTION = Measured("attention_400m", "attention_400m", 8)
+KLA = Measured("kla_400m", "kla_400m", 8)
+SA_SWA = Measured("sa_swa_400m", "sa_swa_400m", 8, overrides=("mixers.sa_swa.kernel=triton",))
+PATH = Measured("path_400m", "path_400m", 8, 1, ("mixers.path.kernel=triton",))
 
 
 def wider(model: Measured, mixer: str, *heads: str) -> Measured:

@@ -2,6 +2,7 @@
 seen."""
 
 import traceback
+from dataclasses import replace
 from functools import partial
 
 from mixtron.launch.config import RunConfig, load_config
@@ -35,6 +36,8 @@ def dp(model: Measured, options: Options) -> Case:
 
 
 def tp(model: Measured, options: Options) -> Case:
+    # Twice the sequences at a time for two ranks: each keeps half as much of them.
+    model = replace(model, micro_batch=2 * model.micro_batch)
     pairs = options.gpus // 2
     layout = "tp2 sp" if pairs == 1 else f"tp2 sp x dp{pairs}"
     return case(model, layout, TP2_SP, options.gpus)
@@ -51,7 +54,7 @@ def configuration(
     """In bf16, with as many tokens for each of the ranks whatever the layout is."""
     path = CONFIGS / f"{model.config}.yaml"
     config = load_config(path, [*model.overrides, *overrides, "training.precision=bf16"])
-    tokens = ranks * model.sequences * config.data.sequence_length
+    tokens = ranks // parallel.tensor * model.sequences * config.data.sequence_length
     training = {"micro_batch_sequences": model.micro_batch, "global_batch_tokens": tokens}
     return config.model_copy(
         update={

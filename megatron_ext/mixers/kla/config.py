@@ -164,7 +164,7 @@ class Config(MixerConfig):
     def context_bytes_kept(
         self, tokens: int, tensor: int, context: int, element: int, longest: int
     ) -> float:
-        if self.kernel != "triton" or self.context_exchange == "heads":
+        if self.kernel != "triton" or self.context_exchange != "state":
             return 0.0
         # The map's scan keeps what the op's keeps, for key_dim more columns of values.
         columns = self.key_dim + self.value_dim
@@ -174,7 +174,7 @@ class Config(MixerConfig):
     def context_bytes_needed(
         self, tokens: int, tensor: int, context: int, element: int, longest: int
     ) -> float:
-        if self.kernel != "triton" or self.context_exchange == "heads":
+        if self.kernel != "triton" or self.context_exchange != "state":
             return 0.0
         # Of the map's further columns: gradients of states, of values and of the unused output.
         needed = self.key_dim**2 / (2 * CHUNK) + 2 * self.key_dim + self.value_dim
