@@ -24,6 +24,7 @@ from mixtron.kernels.sd_attention import sd_attention, sd_attention_reference
 from mixtron.kernels.self_test import Case
 from mixtron.kernels.short_convolution import short_convolution, short_convolution_reference
 from mixtron.kernels.softmax_attention import apply_rope
+from mixtron.kernels.swiglu import swiglu, swiglu_reference
 from mixtron.kernels.windowed_attention import (
     document_permutation,
     plan_windows,
@@ -154,7 +155,8 @@ def path_case(K: int, *, maps: bool, gate: bool) -> Case:
 
         return call
 
-    name = {(True, False): "PaTH", (True, True): "PaTH-FoX", (False, True): "FoX"}[maps, gate]
+    names_of = {(1, 0): "PaTH", (1, 1): "PaTH-FoX", (0, 1): "FoX", (0, 0): "softmax"}
+    name = names_of[maps, gate]
     wide, label = ("w", "beta", "log_forget"), f"{name}, K {K}"
     return Case("path_attention", label, inputs, wide, form("triton"), form("reference"))
 
@@ -192,7 +194,8 @@ def sd_case(K: int) -> Case:
 
 def small_cases() -> list[Case]:
     """Ops that run in Triton on every GPU."""
-    return [norm_case(), unit_case(), convolution_case(), rope_case(), loss_case()]
+    small = [norm_case(), unit_case(), convolution_case()]
+    return [*small, swiglu_case(), rope_case(), loss_case()]
 
 
 def norm_case() -> Case:
@@ -215,6 +218,12 @@ def unit_case() -> Case:
     inputs = {"x": draw(1, TOKENS, 2, 64)}
     triton = lambda x: unit_norm(x, backend="triton")  # noqa: E731
     return Case("norms", "unit", inputs, (), triton, unit_norm_reference)
+
+
+def swiglu_case() -> Case:
+    inputs = {"joined": draw(TOKENS, 1, 144)}
+    triton = lambda joined: swiglu(joined, backend="triton")  # noqa: E731
+    return Case("swiglu", "72 channels", inputs, (), triton, swiglu_reference)
 
 
 def convolution_case() -> Case:
@@ -270,8 +279,7 @@ def all_cases() -> list[Case]:
         found.append(linear_case(K, V))
     for K in (64, 128):
         found += [
-            path_case(K, maps=maps, gate=gate)
-            for maps, gate in ((True, False), (True, True), (False, True))
+            path_case(K, maps=maps, gate=gate) for maps in (True, False) for gate in (True, False)
         ]
         found += [windowed_case(K, window_side=side) for side in ("one", "two")]
         found.append(sd_case(K))

@@ -62,6 +62,8 @@ def mixer_cases(mixer) -> list[Case]:
         case "path" | "fox":
             maps = mixer.type == "path"
             return [cases.path_case(mixer.head_dim, maps=maps, gate=mixer.gated)]
+        case "softmax_attention":
+            return [cases.path_case(mixer.head_dim, maps=False, gate=False)]
         case "stochastic":
             sides = {"swa": {"one"}, "sa": {mixer.window_side}}
             sides["sa+swa"] = sides["sa"] | sides["swa"]

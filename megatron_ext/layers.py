@@ -97,7 +97,8 @@ class ResidualLayer(TransformerLayer):
             mixed, bias = self.self_attention(normed, packed_seq_params=packed_seq_params)
         if bias is not None:
             mixed = mixed + bias
-        added, normed = apply_module(self.pre_mlp_layernorm)(mixed, hidden_states)
+        norm: Any = self.pre_mlp_layernorm
+        added, normed = norm(mixed, hidden_states)
         with self._normed_again(self.pre_mlp_layernorm, added, normed):
             fed = apply_module(self.mlp)(normed)
         options = (self.training, self.config.bias_dropout_fusion)

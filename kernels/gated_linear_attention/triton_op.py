@@ -13,13 +13,13 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from mixtron.kernels import recurrence
 from mixtron.kernels.gated_linear_attention.triton_backward import gradient_kernel
 from mixtron.kernels.gated_linear_attention.triton_forward import (
     output_kernel,
     scan_kernel,
     write_kernel,
 )
-from mixtron.kernels.recurrence import document_starts
 from mixtron.kernels.triton_tools import product_dtype
 
 CHUNK_LENGTH = 64
@@ -104,9 +104,7 @@ class _GatedLinear(torch.autograd.Function):
 
 def document_numbers(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
     """[T] int32: rises where a document starts."""
-    if cu_seqlens is None:
-        return None
-    return document_starts(cu_seqlens, tokens).cumsum(0, dtype=torch.int32)
+    return None if cu_seqlens is None else recurrence.document_numbers(cu_seqlens, tokens)
 
 
 def shape_of(x_BTHK: Tensor, J: int, V: int) -> dict:

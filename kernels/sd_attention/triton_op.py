@@ -9,11 +9,14 @@ import torch
 import triton
 from torch import Tensor
 
+from mixtron.kernels.launching import Launched
 from mixtron.kernels.sd_attention.triton_backward import delta_kernel, gradient_kernel
 from mixtron.kernels.sd_attention.triton_forward import forward_kernel
 from mixtron.kernels.triton_tools import check_takes, product_dtype
 from mixtron.kernels.windowed_attention.permutation import document_bounds
 
+launch_forward, launch_gradient = Launched(forward_kernel), Launched(gradient_kernel)
+launch_delta = Launched(delta_kernel)
 DELTA_TOKENS = 64
 
 
@@ -83,7 +86,8 @@ def attend(
     (T, H, _), V = q_THK.shape, v_THV.shape[2]
     o_THV = q_THK.new_empty(T, H, V)
     lse_HT = q_THK.new_empty(H, T, dtype=torch.float32)
-    forward_kernel[(H * triton.cdiv(T, launch.own),)](
+    launch_forward(
+        (H * triton.cdiv(T, launch.own),),
         q_THK,
         k_THK,
         v_THV,
@@ -118,13 +122,13 @@ def gradients(
     """dq, dk, dv and dd."""
     (T, H, _), V = q_THK.shape, v_THV.shape[2]
     delta_HT, dd_TH = torch.empty_like(lse_HT), torch.empty_like(d_TH)
-    delta_kernel[(H * triton.cdiv(T, DELTA_TOKENS),)](
-        o_THV, do_THV, delta_HT, T, H=H, V=V, C=DELTA_TOKENS, num_warps=4
-    )
+    grid = (H * triton.cdiv(T, DELTA_TOKENS),)
+    launch_delta(grid, o_THV, do_THV, delta_HT, T, H=H, V=V, C=DELTA_TOKENS, num_warps=4)
     dq_THK, dk_THK, dv_THV = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THK, k_THK, v_THV)
     )
-    gradient_kernel[(H * triton.cdiv(T, launch.own),)](
+    launch_gradient(
+        (H * triton.cdiv(T, launch.own),),
         q_THK,
         k_THK,
         v_THV,

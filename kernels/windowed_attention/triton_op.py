@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mixtron.kernels.launching import Launched
 from mixtron.kernels.triton_tools import check_takes, product_dtype
 from mixtron.kernels.windowed_attention.plan import TileLists, WindowPlan
 from mixtron.kernels.windowed_attention.triton_backward import (
@@ -15,6 +16,10 @@ from mixtron.kernels.windowed_attention.triton_backward import (
     query_gradient_kernel,
 )
 from mixtron.kernels.windowed_attention.triton_forward import forward_kernel
+
+launch_forward = Launched(forward_kernel)
+launch_query_gradient = Launched(query_gradient_kernel)
+launch_key_gradients = Launched(key_gradients_kernel)
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,8 @@ def attend(
     T, H, _ = q_THK.shape
     o_THV = q_THK.new_empty(T, H, v_SGV.shape[2])
     lse_HT = q_THK.new_empty(H, plan.queries.slot_NC.numel(), dtype=torch.float32)
-    forward_kernel[(H * len(plan.queries.slot_NC),)](
+    launch_forward(
+        (H * len(plan.queries.slot_NC),),
         q_THK,
         k_SGK,
         v_SGV,
@@ -106,7 +112,8 @@ def query_gradient(
 ) -> tuple[Tensor, Tensor]:
     """dq and delta = do . o, [H, slots] fp32."""
     dq_THK, delta_HT = _like(q_THK), torch.empty_like(lse_HT)
-    query_gradient_kernel[(q_THK.shape[1] * len(plan.queries.slot_NC),)](
+    launch_query_gradient(
+        (q_THK.shape[1] * len(plan.queries.slot_NC),),
         q_THK,
         k_SGK,
         v_SGV,
@@ -136,7 +143,8 @@ def key_gradients(
 ) -> tuple[Tensor, Tensor]:
     """dk and dv."""
     dk_SGK, dv_SGV = _like(k_SGK), _like(v_SGV)
-    key_gradients_kernel[(k_SGK.shape[1] * len(plan.keys.slot_NC),)](
+    launch_key_gradients(
+        (k_SGK.shape[1] * len(plan.keys.slot_NC),),
         q_THK,
         k_SGK,
         v_SGV,

@@ -53,7 +53,7 @@ def profile(step: Callable[[], object], steps: int, rows: int) -> str:
         parts.append(_table("operator", launched, steps, rows))
         ran = [
             (e.time_range.start, e.time_range.end, e.name)
-            for e in profiler.events()
+            for e in profiler.events() or []
             if e.device_type == DeviceType.CUDA and not e.is_user_annotation
         ]
         parts.append(_table("idle before", idle_before(ran), steps, rows // 2))

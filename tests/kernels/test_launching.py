@@ -8,6 +8,7 @@ import torch
 
 from mixtron.kernels import launching
 from mixtron.kernels.launching import Launched
+from mixtron.kernels.recurrence import document_numbers
 
 CUDA = types.SimpleNamespace(current_device=lambda: 0)
 
@@ -69,3 +70,14 @@ def test_another_kind_is_compiled(launched, x, gate, rows, options):
     assert len(launched.kernel.compiled) == 2
     launched((3,), torch.zeros(8), None, 64, 0.25, **plain)
     assert len(launched.kernel.compiled) == 2
+
+
+def test_documents_are_numbered_once_for_offsets_that_stay_as_they_are():
+    offsets = torch.tensor([0, 2, 5, 5], dtype=torch.int32)
+    numbers = document_numbers(offsets, 5)
+    assert numbers.tolist() == [0, 0, 1, 1, 1]
+    assert document_numbers(offsets, 5) is numbers
+    assert document_numbers(offsets.clone(), 5) is not numbers
+    assert document_numbers(offsets, 6).tolist() == [0, 0, 1, 1, 1, 2]
+    offsets[1] = 3
+    assert document_numbers(offsets, 5).tolist() == [0, 0, 0, 1, 1]

@@ -56,7 +56,7 @@ def test_many_random_kills(corpus, tmp_path, engine, kills):
         asynchronous = kill % 2 == 1
         mode = f"checkpoint.asynchronous={str(asynchronous).lower()}"
         when = draw.randint(1, 3), draw.uniform(0, 0.2)
-        with pytest.raises(RankFailure):
+        with pytest.raises(RankFailure, match=r"rank \d failed"):
             run_on_ranks(2, killed, str(config), [*overrides, mode], *when)
         found = list_checkpoints(run_dir / "checkpoints")
         assert all(checkpoint.complete for checkpoint in found)

@@ -21,6 +21,7 @@ SMALL = [case.name for case in small_cases()]
     [
         ("kla_400m", "mixers.kla.kernel", ["delta_rule (kaczmarz, K 128, V 128)"]),
         ("path_400m", "mixers.path.kernel", ["path_attention (PaTH, K 128)"]),
+        ("attention_400m", "mixers.attention.kernel", ["path_attention (softmax, K 128)"]),
         (
             "sa_swa_400m",
             "mixers.sa_swa.kernel",

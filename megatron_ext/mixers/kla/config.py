@@ -120,7 +120,10 @@ class Config(MixerConfig):
         return kept / tensor
 
     def convolution_bytes_per_token(self, tensor: int, bytes_per_element: int) -> float:
-        return sum(self.convolved().values()) * bytes_per_element / tensor
+        rows = self.convolved()
+        # Triton's form does not keep v, but what it makes of it.
+        kept = rows["query"] + rows["key"] + (rows["value"] if self.kernel == "chunk" else 0)
+        return kept * bytes_per_element / tensor
 
     def working_bytes(
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
