@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mixtron.data_prep.merge import Merged
+from mixtron.data_prep.outputs import all_made
 from mixtron.data_prep.plan import Plan, load_plan
 from mixtron.data_prep.run import parts_folder, receipts_of
 
@@ -66,6 +67,8 @@ def print_result(prefix: str | Path, merged: list[Merged]) -> None:
 def status_lines(prefix: str | Path) -> list[str]:
     """What is done of a plan and what is not."""
     plan = load_plan(prefix)
+    if all_made(plan, prefix):
+        return [f"{prefix}: all shards are made"]
     receipts = receipts_of(plan, prefix)
     missing = [i for i, unit in enumerate(plan.units) if unit.key not in receipts]
     done = receipts.values()

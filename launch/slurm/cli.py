@@ -62,6 +62,9 @@ def status(
         for label, text in lines_of(status_of(run, queued)):
             print(f"{label:<11}{text}")
         return
+    if not runs:
+        print("no run of yours waits or runs; `mixtron status RUN` looks one up")
+        return
     rows = [("run", "job", "state", "step", "loss", "tokens/s", "restarts")]
     for run_dir in runs:
         s = status_of(run_dir, queued)
