@@ -62,6 +62,9 @@ def status(
         for label, text in lines_of(status_of(run, queued)):
             print(f"{label:<11}{text}")
         return
+    if not runs:
+        print("no run of yours waits or runs; `mixtron status RUN` looks one up")
+        return
     rows = [("run", "job", "state", "step", "loss", "tokens/s", "restarts")]
     for run_dir in runs:
         s = status_of(run_dir, queued)
@@ -69,7 +72,7 @@ def status(
         speed = "" if s.tokens_per_s is None else f"{s.tokens_per_s:,.0f}"
         step = f"{s.step:,}/{s.steps:,}"
         rows.append(
-            (str(run_dir), s.job, s.state.split(":")[0], step, loss, speed, str(s.restarts))
+            (str(run_dir), s.job, s.state.split(": ")[0], step, loss, speed, str(s.restarts))
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:

@@ -156,6 +156,11 @@ def test_dry_run_prints_the_script_and_writes_nothing(config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_an_empty_queue(monkeypatch):
+    monkeypatch.setattr(queue, "queued_jobs", list)
+    assert "no run of yours waits or runs" in mixtron("status")
+
+
 def test_without_slurm_it_says_so(config, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(queue.SlurmError, match="squeue is not on this machine"):
