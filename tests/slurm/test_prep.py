@@ -124,7 +124,7 @@ def test_what_is_left(corpus, prefix):
     assert left(prefix, 16) == []
     mixtron("prep", "merge", str(prefix), "--quiet")
     assert left(prefix, 16) == []
-    assert "all shards are made" in mixtron("prep", "status", str(prefix))
+    assert "units are done and merged" in mixtron("prep", "status", str(prefix))
 
 
 def left(prefix: Path, elements: int) -> list[int]:
