@@ -1,8 +1,10 @@
 """Whether Triton forms are right on this GPU with this compiler: compilers have miscompiled such
 kernels without a word. A form's results on a tiny case are compared with its reference's.
 
-A result may be off by twice what the reference's own moves when what it is given and what it
-returns are rounded as bf16 rounds; its largest element by four times.
+A result may be off by four times what the reference's own moves when what it is given and what it
+returns are rounded as bf16 rounds; its largest element by eight times. That is twice what the ops'
+tests allow: a run must not fail to start by the luck of one small draw (a right form was seen at
+2.03 times), and miscompiled kernels are off by far more.
 """
 
 import hashlib
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from mixtron.kernels.triton_tools import INTERPRETED
 
-FACTORS = {"rms": 2.0, "largest": 4.0}
+FACTORS = {"rms": 4.0, "largest": 8.0}
 FLOOR = 2 * torch.finfo(torch.float32).eps
 BF16_ROUNDING = 2.0**-8
 """The largest relative error of a rounding to bf16."""

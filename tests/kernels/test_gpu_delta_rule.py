@@ -116,7 +116,10 @@ def check(inputs, step_size, lengths=None):
         assert torch.equal(found[name], again[name]), name
         # The kernels also round a chunk's matrices X and P, which the recurrence has not: the root
         # mean square stays within 2, the one worst of 16,000 to 33,000 entries was seen at 3.3.
-        assert_close_calibrated(found[name], x, low[name], name, maximum_factor=4.0)
+        # Of eta it is a sum over V of products of U and v's gradient, both kept in bf16, which the
+        # recurrence sums unrounded: seen at up to 2.4.
+        factors = {"maximum_factor": 4.0, "rms_factor": 2.5 if name == "eta" else 2.0}
+        assert_close_calibrated(found[name], x, low[name], name, **factors)
 
 
 @pytest.mark.parametrize(
