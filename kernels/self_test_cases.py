@@ -173,7 +173,7 @@ def windowed_case(K: int, *, window_side: str) -> Case:
         return windowed_attention(q, k, v, plan, backend="triton")
 
     def reference(q, k, v):
-        order_T = document_permutation(offsets(q), TOKENS, **order)
+        order_T = document_permutation(offsets(q), TOKENS, **order)  # pyright: ignore
         return windowed_attention_reference(q, k, v, order_T, LENGTHS, scale=K**-0.5, **options)  # pyright: ignore
 
     name = f"{window_side}-sided, K {K}"

@@ -7,6 +7,9 @@ from raw q, k, v and gate logits, as a mixer has them; and the decode step. Noth
 `tests/kernels/test_gpu_delta_rule.py` does that.
 """
 
+# Arguments are passed on as lists.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
 import argparse
 import dataclasses
 from collections.abc import Callable

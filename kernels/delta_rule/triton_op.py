@@ -141,6 +141,7 @@ class _DeltaRule(torch.autograd.Function):
             ctx.save_for_backward(q, k, U, log_decay, eta, document_T, *prepared, states, maps)
             ctx.options, ctx.pieces = options, pieces
             ctx.has_initial = initial is not None
+        assert o is not None
         return o.view(B, T, J, V), final[pieces - 1 :: pieces]
 
     @staticmethod

@@ -9,6 +9,7 @@ costs with the projection that feeds it.
 
 import argparse
 import statistics
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ def layer_step(config: RunConfig, ranks: Ranks):
         bf16=config.training.precision == "bf16",
         max_tokens=count * length,
     )
-    layer = chunk.decoder.layers[0]
+    layer: Any = chunk.decoder.layers[0]
     batch = make_batch([length] * count, step=0, device=ranks.device)
     shape = (count * length, 1, config.model.hidden_size)
     dtype = next(layer.mlp.parameters()).dtype
