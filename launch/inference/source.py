@@ -118,10 +118,12 @@ def _replaced(mixer: MixerConfig, text: str, override: str) -> MixerConfig:
         raise ConfigError(
             f"--override-mixer {override!r}: no mixer {kind!r}; mixers: {', '.join(known)}"
         )
+    # Each type of mixer has kernels of its own.
+    own = {"type"} if kind == mixer.type else {"type", "kernel"}
     kept = {
         key: value
         for key, value in mixer.model_dump(mode="json").items()
-        if key in known[kind].model_fields and key != "type"
+        if key in known[kind].model_fields and key not in own
     }
     try:
         return known[kind].model_validate(kept | changes)

@@ -183,7 +183,8 @@ def test_tied_embeddings_move_between_pipeline_layouts(tmp_path):
     [(history, _)] = run_on_ranks(1, straight, ONE, 5, model)
     run_on_ranks(2, train_and_save, tmp_path, PP2, 3, model)
     [(rest, _)] = run_on_ranks(1, resume, tmp_path, ONE, 2, model)
-    assert losses(rest) == pytest.approx(losses(history[3:]), abs=1e-6)
+    # Two stages sum the tied weight's gradient in another order than one: seen at 3e-7.
+    assert losses(rest) == pytest.approx(losses(history[3:]), rel=1e-6)
 
 
 def weights_alone(root: Path, parallel: ParallelConfig):
