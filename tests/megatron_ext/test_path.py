@@ -127,7 +127,7 @@ def test_context_ranks_keep_what_is_predicted(exchange, lengths, forget_gate):
     [alone] = run_on_ranks(1, kept_by_layer, mixer, lengths)
     beyond = mixer.context_bytes_kept(TALL // ranks, 1, ranks, 4, max(lengths))
     predicted = alone / ranks + beyond
-    # What is not predicted does not grow with the tokens: offsets, and the convolution's first rows.
+    # What is not predicted grows with no tokens: offsets, and the convolution's first rows.
     kept = max(run_on_ranks(ranks, kept_by_layer, mixer, lengths, 1.06 * predicted))
     assert kept == pytest.approx(predicted, rel=0.06)
 
