@@ -109,13 +109,7 @@ def carry(
     q_BTHK: Tensor, k_BTGK: Tensor, w_BTGK: Tensor, beta_BTG: Tensor, scale: float, layout: Layout
 ) -> Carried:
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
-    S, C, span, lags, start_S = (
-        layout.S,
-        layout.tile,
-        layout.span,
-        layout.lags,
-        layout.start_S,
-    )
+    S, C, span, lags, start_S = layout.S, layout.tile, layout.span, layout.lags, layout.start_S
     N, spans = S // C, S // (C * span)
     fine = w_BTGK.dtype if INTERPRETED else torch.float16
 
@@ -175,13 +169,7 @@ def carry_gradients(
 ) -> None:
     """Writes dq to dbeta, laid out like q to beta. `gradients` is overwritten."""
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
-    S, C, span, lags, start_S = (
-        layout.S,
-        layout.tile,
-        layout.span,
-        layout.lags,
-        layout.start_S,
-    )
+    S, C, span, lags, start_S = layout.S, layout.tile, layout.span, layout.lags, layout.start_S
     N, spans = S // C, S // (C * span)
     x, d = carried, gradients
     options = {"K": K, "C": C, "DOCUMENTS": start_S is not None, "num_stages": 1}

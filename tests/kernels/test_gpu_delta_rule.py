@@ -10,10 +10,10 @@ from mixtron.kernels.delta_rule import (
     delta_rule_segment_map,
 )
 from tests.helpers.numerics import assert_close_calibrated
+from tests.kernels.gated import run
 
 pytestmark = pytest.mark.gpu
 PACKED = [1, 130, 63, 1, 61]
-GATES = ("log_decay", "eta")
 
 
 @pytest.fixture(autouse=True)
@@ -49,20 +49,6 @@ def make_inputs(T, *, B=1, H=2, J=4, K=128, V=128, step_size="kaczmarz", extreme
         "log_decay": log_decay,
         "eta": draw(B, T, J).sigmoid(),
     }
-
-
-def run(op, inputs, dtype):
-    """Output and every gradient of sum(output * fixed noise); gates stay in fp32 or above."""
-    gate_dtype = torch.promote_types(dtype, torch.float32)
-    leaves = [
-        x.detach().to(gate_dtype if name in GATES else dtype).requires_grad_()
-        for name, x in inputs.items()
-    ]
-    output = op(*leaves)
-    generator = torch.Generator("cuda").manual_seed(1)
-    noise = torch.randn(output.shape, generator=generator, device="cuda").bfloat16()
-    gradients = torch.autograd.grad((output * noise.to(output.dtype)).sum(), leaves)
-    return {"output": output.detach(), **dict(zip(inputs, gradients, strict=True))}
 
 
 def form(backend, **options):

@@ -12,12 +12,12 @@ from mixtron.kernels.gated_linear_attention import gated_linear_attention
 from mixtron.kernels.linear_attention import linear_attention, linear_attention_reference
 from mixtron.kernels.log_linear_attention import chunk, log_linear_attention
 from tests.helpers.numerics import assert_close_calibrated
+from tests.kernels.gated import run
 
 pytestmark = pytest.mark.gpu
 PACKED = [1, 130, 63, 1, 61, 300]
 OPS = ("one_state", "channel", "log_linear")
 LEVELS = 17
-GATES = ("log_decay", "lambda", "beta")
 
 
 @pytest.fixture(autouse=True)
@@ -102,20 +102,6 @@ def definition(lengths):
         return torch.cat(outputs, dim=1).to(v.dtype)
 
     return attend
-
-
-def run(function, inputs, dtype):
-    """Output and every gradient of sum(output * fixed noise); gates stay in fp32 or above."""
-    gate_dtype = torch.promote_types(dtype, torch.float32)
-    leaves = [
-        x.detach().to(gate_dtype if name in GATES else dtype).requires_grad_()
-        for name, x in inputs.items()
-    ]
-    output = function(*leaves)
-    generator = torch.Generator("cuda").manual_seed(1)
-    noise = torch.randn(output.shape, generator=generator, device="cuda").bfloat16()
-    gradients = torch.autograd.grad((output * noise.to(output.dtype)).sum(), leaves)
-    return {"output": output.detach(), **dict(zip(inputs, gradients, strict=True))}
 
 
 def check(op, inputs, lengths=None, **options):
