@@ -87,7 +87,8 @@ class StateRelay(Neighbours):
             return None
         shape = (q_BTHK.shape[0], v_BTJV.shape[2], q_BTHK.shape[3], v_BTJV.shape[3])
         state: Tensor = _Receive.apply(q_BTHK, shape, self)  # type: ignore[assignment]
-        return state * ~starts_document
+        # Not a product: what overflowed in another document must not come in as 0 * inf.
+        return state.masked_fill(starts_document, 0.0)
 
     def send(self, output: Tensor, state: Tensor) -> Tensor:
         """Sends this rank's last state on; the output, through which its gradient comes in."""
