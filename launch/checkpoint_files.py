@@ -13,12 +13,15 @@ checkpoints/
 
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -214,12 +217,12 @@ def unfinished(root: Path) -> list[Path]:
     return sorted(p for p in root.iterdir() if _LEFTOVER.fullmatch(p.name)) if root.is_dir() else []
 
 
-def remove_leftovers(root: Path) -> list[Path]:
-    """Deletes what dead saves and deletions left; returns the folders that resisted."""
-    leftovers = unfinished(root)
-    for path in leftovers:
+def delete(folders: list[Path]) -> None:
+    """Deletes them, and warns of those that resist."""
+    for path in folders:
         shutil.rmtree(path, ignore_errors=True)
-    return [path for path in leftovers if path.exists()]
+        if path.exists():
+            logger.warning("%s: could not be deleted", path)
 
 
 def sync_folder(path: Path) -> None:

@@ -3,7 +3,6 @@
 Every function is called by all ranks, and raises the same CheckpointError on all or on none.
 """
 
-import logging
 import secrets
 import time
 from pathlib import Path
@@ -12,39 +11,38 @@ from mixtron.launch.agreement import gather, on_first
 from mixtron.launch.checkpoint_files import (
     CheckpointError,
     list_checkpoints,
-    remove_leftovers,
     set_aside,
+    unfinished,
 )
 from mixtron.megatron_ext.parallel import Ranks
-
-logger = logging.getLogger(__name__)
 
 SHARED_FOLDER_WAIT_S = 5.0
 """How long a rank looks for what rank 0 wrote: network file systems show new files late."""
 
 
-def remove_old(
+def set_aside_old(
     root: Path, keep: int | None, ranks: Ranks, *, keep_every_steps: int | None = None
-) -> None:
-    """Deletes complete checkpoints beyond the newest `keep` (None: none), and what dead saves left.
+) -> list[Path]:
+    """Renames complete checkpoints beyond the newest `keep` (None: none), for `delete`.
 
     Damaged checkpoints do not count and are left for a person to look at.
 
     Args:
         keep: at least 1.
         keep_every_steps: those of steps that it divides stay for ever.
+    Returns:
+        On rank 0 what is to be deleted, with what dead saves and deletions left; else nothing.
     """
 
-    def remove() -> list[Path]:
+    def set_aside_all() -> list[Path]:
         complete = [info for info in list_checkpoints(root) if info.complete]
         for info in [] if keep is None else complete[:-keep]:
             if not (keep_every_steps and info.step % keep_every_steps == 0):
                 set_aside(info.path)
-        return remove_leftovers(root)
+        return unfinished(root)
 
-    for path in on_first(ranks, remove):
-        if ranks.is_first:
-            logger.warning("%s: could not be deleted", path)
+    folders = on_first(ranks, set_aside_all)
+    return folders if ranks.is_first else []
 
 
 def check_shared_folder(root: Path, ranks: Ranks) -> None:

@@ -117,11 +117,11 @@ def train(run: Run) -> int:
             model = (run.wrapped, run.optimizer)
             run.saver.save(step, *model, run.state(), config, remove_others=good)
         if stopping and step < steps:
-            run.saver.finish()
+            run.saver.close()
             run.say(f"stopped on request after step {step}; resume with the same command")
             return exit_codes.PREEMPTED
         heartbeat.beat("step", step + 1)
-    run.saver.finish()
+    run.saver.close()
     if metrics is not None:
         metrics.close()
     return exit_codes.FINISHED
@@ -199,7 +199,7 @@ def refuse_endless_skipping(run: Run) -> None:
     """Stops a run whose steps are all skipped, before it wastes its allocation."""
     progress, limit = run.progress, run.config.training.max_skipped_steps
     if progress.skipped_in_a_row > limit:
-        run.saver.finish()
+        run.saver.close()
         first, newest = progress.step - progress.skipped_in_a_row + 1, run.saver.newest_step
         good = "there is no checkpoint" if newest is None else f"the last good step is {newest}"
         raise TrainingError(

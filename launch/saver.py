@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from megatron.core.optimizer import MegatronOptimizer
 
 from mixtron.launch.agreement import everywhere
 from mixtron.launch.checkpoint import PendingSave
-from mixtron.launch.checkpoint_folder import remove_old
+from mixtron.launch.checkpoint_files import delete
+from mixtron.launch.checkpoint_folder import set_aside_old
 from mixtron.launch.checkpoint_shards import plan_pieces, shards_to_save
 from mixtron.launch.checkpoint_writer import HostMemory, bytes_to_copy
 from mixtron.launch.config import CheckpointConfig, RunConfig
@@ -27,6 +29,8 @@ class Saver:
         self._config, self._ranks, self._say = config, ranks, say
         self._memory = HostMemory(ranks.device) if config.asynchronous else None
         self._pending: PendingSave | None = None
+        self._deletions = ThreadPoolExecutor(1)
+        self._deletion: Future | None = None
         self._remove_others = True
         self._timings: dict[str, float] = {}
 
@@ -59,7 +63,7 @@ class Saver:
             remove_others: whether this one may take the place of older ones.
         """
         started = time.perf_counter()
-        self.finish()
+        self.close()  # of those beyond `keep` this one may need the room
         pending = PendingSave(
             self.root,
             step,
@@ -80,7 +84,8 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Commits the checkpoint under way, if there is one, and removes those beyond `keep`."""
+        """Commits the checkpoint under way, if there is one, and begins to delete those beyond
+        `keep`, which the next save or `close` waits for."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -89,7 +94,11 @@ class Saver:
         self.newest_step = report.step
         if self._remove_others:
             keep, every = self._config.keep, self._config.keep_every_steps
-            remove_old(self.root, keep, self._ranks, keep_every_steps=every)
+            old = set_aside_old(self.root, keep, self._ranks, keep_every_steps=every)
+            # A large folder takes seconds to delete, which training need not wait for.
+            self._deletion = self._deletions.submit(delete, old)
+            if self._memory is None:
+                self._finish_deletion()
         blocked_s = pending.blocked_s + time.perf_counter() - started
         self._timings = {
             "checkpoint/blocked_s": blocked_s,
@@ -102,6 +111,16 @@ class Saver:
             f"{report.seconds:.2f} s, written at {rate:,.0f} MiB/s; training waited "
             f"{blocked_s:.2f} s)"
         )
+
+    def close(self) -> None:
+        """At the end of a run: commits, and waits until those beyond `keep` are gone."""
+        self.finish()
+        self._finish_deletion()
+
+    def _finish_deletion(self) -> None:
+        deletion, self._deletion = self._deletion, None
+        if deletion is not None:
+            deletion.result()
 
     def take_timings(self) -> dict[str, float]:
         """What the last save cost, once."""

@@ -14,8 +14,8 @@ from mixtron.launch.checkpoint import (
     load_checkpoint,
     load_weights,
 )
-from mixtron.launch.checkpoint_files import read_manifest
-from mixtron.launch.checkpoint_folder import check_shared_folder, remove_old
+from mixtron.launch.checkpoint_files import delete, read_manifest
+from mixtron.launch.checkpoint_folder import check_shared_folder, set_aside_old
 from mixtron.launch.checkpoint_identity import (
     converted_step,
     refuse_changed_data,
@@ -149,7 +149,7 @@ def resume(run: Run) -> None:
     if run.ranks.is_first:
         root.mkdir(parents=True, exist_ok=True)
     check_shared_folder(root, run.ranks)
-    remove_old(root, None, run.ranks)
+    delete(set_aside_old(root, None, run.ranks))
     path = find_checkpoint(root, config.resume, run.ranks)
     if path is not None:
         continue_from(run, path, branch=False)

@@ -17,8 +17,13 @@ from mixtron.launch.checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from mixtron.launch.checkpoint_files import CheckpointError, list_checkpoints, read_manifest
-from mixtron.launch.checkpoint_folder import check_shared_folder, remove_old
+from mixtron.launch.checkpoint_files import (
+    CheckpointError,
+    delete,
+    list_checkpoints,
+    read_manifest,
+)
+from mixtron.launch.checkpoint_folder import check_shared_folder, set_aside_old
 from mixtron.megatron_ext.config import ParallelConfig
 from mixtron.megatron_ext.optimizer_state import STATES
 from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
@@ -520,7 +525,7 @@ def test_rank_0_decides_what_is_resumed(two_saves):
 
 
 def clean(root: Path, keep: int | None):
-    remove_old(root, keep, world())
+    delete(set_aside_old(root, keep, world()))
 
 
 def test_the_newest_complete_checkpoints_are_kept(tmp_path, two_saves):

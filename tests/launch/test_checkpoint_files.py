@@ -15,8 +15,8 @@ from mixtron.launch.checkpoint_files import (
     commit,
     list_checkpoints,
     read_manifest,
-    remove_leftovers,
     sync_and_hash,
+    unfinished,
     verify_checkpoint,
 )
 
@@ -86,7 +86,7 @@ def test_a_save_that_dies_anywhere_leaves_a_checkpoint_and_never_half_of_one(
             break
         assert code == 9
         deaths += 1
-        remove_leftovers(root)
+        checkpoint_files.delete(unfinished(root))
         assert {p.name for p in root.iterdir()} <= {
             "step_00000001",
             "step_00000002",

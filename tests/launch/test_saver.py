@@ -5,12 +5,13 @@ import math
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from mixtron.launch import checkpoint_writer, loop
+from mixtron.launch import checkpoint_writer, loop, saver
 from mixtron.launch.checkpoint import PendingSave, find_checkpoint, load_checkpoint
 from mixtron.launch.checkpoint_files import CheckpointError, list_checkpoints
 from mixtron.launch.checkpoint_writer import HostMemory
@@ -65,6 +66,41 @@ def test_training_goes_on_and_latest_follows_the_commit(corpus, tmp_path):
     assert ["saving" in said[0], "4/12" in said[1], " saved " in said[2]] == [True] * 3
     timed = [row for row in rows(tmp_path / "run") if "checkpoint/blocked_s" in row]
     assert timed[0]["checkpoint/blocked_s"] < timed[0]["checkpoint/seconds"]
+
+
+def train_with_held_deletion(config: str, overrides: list[str]) -> tuple:
+    """Trains while the first deletion is held, and says what lay in the folder while it was."""
+    release, seen = threading.Event(), []
+    delete, train_step = saver.delete, loop.train_step
+
+    def held(folders):
+        assert not folders or release.wait(60)
+        delete(folders)
+
+    def step(run):
+        values = train_step(run)
+        while run.progress.step == 10 and run.saver.writing:
+            time.sleep(0.01)
+        if run.progress.step == 11:
+            seen.extend(names(run.saver.root))
+            release.set()
+        return values
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "delete", held)
+        patch.setattr(loop, "train_step", step)
+        return trained(config, overrides, None), seen
+
+
+def test_training_does_not_wait_for_deletions_and_the_next_save_does(corpus, tmp_path):
+    config = write(corpus, tmp_path)
+    overrides = [*QUICK, "checkpoint.save_every_steps=3", "checkpoint.keep=2"]
+    (outcome, seen), _ = run_on_ranks(2, train_with_held_deletion, str(config), overrides)
+    assert outcome.code == 0
+    removed, *complete = seen
+    assert removed.startswith(".step_00000003.removed-")
+    assert complete == ["latest", "step_00000006", "step_00000009"]
+    assert names(tmp_path / "run/checkpoints") == ["latest", "step_00000009", "step_00000012"]
 
 
 def test_a_signal_waits_for_the_checkpoint_under_way(corpus, tmp_path):
