@@ -35,6 +35,8 @@ from mixtron.kernels.windowed_attention import (
 LENGTHS = [1, 63, 66, 5]
 """Documents that begin and end at chunks' ends and within chunks."""
 TOKENS = sum(LENGTHS)
+MANY = 128
+"""Heads: enough for the forms that fill a GPU with them alone."""
 
 
 def draw(*shape: int) -> Tensor:
@@ -81,13 +83,13 @@ def delta_rule_case(K: int, V: int, *, step_size: StepSize, decay: bool = True) 
     return Case("delta_rule", name, inputs, wide, form("triton"), form("reference"))
 
 
-def gated_linear_case(K: int, V: int, *, channel: bool) -> Case:
-    heads = 2 if channel else 1
+def gated_linear_case(K: int, V: int, *, channel: bool, value_heads: int = 2) -> Case:
+    J, heads = value_heads, 2 if channel else 1
     inputs = {
         "q": draw(1, TOKENS, heads, K),
         "k": unit(1, TOKENS, heads, K),
-        "v": draw(1, TOKENS, 2, V),
-        "log_decay": log_decay(1, TOKENS, 2, K) if channel else log_decay(1, TOKENS, 2),
+        "v": draw(1, TOKENS, J, V),
+        "log_decay": log_decay(1, TOKENS, J, K) if channel else log_decay(1, TOKENS, J),
     }
 
     def form(backend):
@@ -97,16 +99,16 @@ def gated_linear_case(K: int, V: int, *, channel: bool) -> Case:
 
         return call
 
-    name = f"a decay a {'channel' if channel else 'head'}, K {K}, V {V}"
+    name = f"a decay a {'channel' if channel else 'head'}, K {K}, V {V}, {J} heads"
     triton, reference = form("triton"), form("reference")
     return Case("gated_linear_attention", name, inputs, ("log_decay",), triton, reference)
 
 
-def linear_case(K: int, V: int) -> Case:
-    inputs = {"q": draw(1, TOKENS, 2, K), "k": draw(1, TOKENS, 2, K), "v": draw(1, TOKENS, 2, V)}
+def linear_case(K: int, V: int, heads: int = 2) -> Case:
+    inputs = {name: draw(1, TOKENS, heads, width) for name, width in [("q", K), ("k", K), ("v", V)]}
     return Case(
         "linear_attention",
-        f"K {K}, V {V}",
+        f"K {K}, V {V}, {heads} heads",
         inputs,
         (),
         lambda q, k, v: linear_attention(q, k, v, cu_seqlens=offsets(q), backend="triton")[0],
@@ -275,8 +277,9 @@ def all_cases() -> list[Case]:
     found.append(delta_rule_case(128, 128, step_size="kaczmarz", decay=False))
     for K, V in ((64, 64), (128, 128)):
         found += [gated_linear_case(K, V, channel=channel) for channel in (False, True)]
+        found.append(gated_linear_case(K, V, channel=False, value_heads=MANY))
         found += [log_linear_case(K, V, delta=delta) for delta in (False, True)]
-        found.append(linear_case(K, V))
+        found += [linear_case(K, V, heads) for heads in (2, MANY)]
     for K in (64, 128):
         found += [
             path_case(K, maps=maps, gate=gate) for maps in (True, False) for gate in (True, False)

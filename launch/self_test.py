@@ -51,11 +51,15 @@ def mixer_cases(mixer) -> list[Case]:
         case "kla":
             options = {"step_size": mixer.step_size, "decay": mixer.decay == "gated"}
             return [cases.delta_rule_case(mixer.key_dim, mixer.value_dim, **options)]
-        case "gla" | "mamba2":
-            widths, channel = (mixer.key_dim, mixer.value_dim), mixer.type == "gla"
-            return [cases.gated_linear_case(*widths, channel=channel)]
+        case "gla":
+            return [cases.gated_linear_case(mixer.key_dim, mixer.value_dim, channel=True)]
+        case "mamba2":
+            widths = mixer.key_dim, mixer.value_dim
+            heads = (2, cases.MANY)
+            return [cases.gated_linear_case(*widths, channel=False, value_heads=J) for J in heads]
         case "linear_attention":
-            return [cases.linear_case(mixer.key_dim, mixer.value_dim)]
+            widths = mixer.key_dim, mixer.value_dim
+            return [cases.linear_case(*widths, heads) for heads in (2, cases.MANY)]
         case "log_linear":
             delta = mixer.base == "gated_delta"
             return [cases.log_linear_case(mixer.key_dim, mixer.value_dim, delta=delta)]

@@ -1,5 +1,6 @@
-"""Gated linear attention with one decay a head, forward on a GPU: what each chunk writes, the
-states between by a scan, then the outputs chunk by chunk. The equations are in README.md.
+"""Gated linear attention with one decay a head, forward on a GPU: what each chunk writes and the
+states between, in one scan or in two steps, then the outputs chunk by chunk. The equations are in
+README.md.
 """
 
 import triton
@@ -136,6 +137,63 @@ def scan_kernel(
         tl.store(states_BJNE + chunk * E + entry_E, S_E.to(states_BJNE.dtype.element_ty))
         S_E = decay * S_E + write_E
     tl.store(end_BJE + bj * E + entry_E, S_E)
+
+
+@triton.jit(do_not_specialize=["T"])
+def state_kernel(
+    x_BTHK,
+    y_BTJV,
+    log_decay_BTJ,
+    document_T,
+    edge_BJKV,
+    states_BJNKV,
+    end_BJKV,
+    scale,
+    T,
+    H: tl.constexpr,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_EDGE: tl.constexpr,
+    REVERSE: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`write_kernel` and `scan_kernel` in one walk over the chunks, for a tile of a state: what
+    chunks write is never in memory."""
+    bj = tl.program_id(1).to(tl.int64)
+    b, j = bj // J, bj % J
+    row_C = tl.arange(0, C)
+    key_K = tl.program_id(0) // (V // BLOCK_V) * BLOCK_K + tl.arange(0, BLOCK_K)
+    value_V = tl.program_id(0) % (V // BLOCK_V) * BLOCK_V + tl.arange(0, BLOCK_V)
+    head = (j // (J // H)) * K
+    S_KV = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if HAS_EDGE:
+        S_KV = tl.load(tile(edge_BJKV, bj * K, V, key_K, value_V)).to(tl.float32)
+    N = tl.cdiv(T, C)
+    for step in tl.range(0, N, num_stages=STAGES):
+        n = step
+        if REVERSE:
+            n = N - 1 - step
+        inside_C1 = (n * C + row_C < T)[:, None]
+        first = b * T + n * C
+        x_CK = tl.load(tile(x_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0)
+        y_CV = tl.load(tile(y_BTJV + j * V, first, J * V, row_C, value_V), inside_C1, 0.0)
+        _, _, from_start_C, to_end_C, across = chunk_gates(
+            log_decay_BTJ, document_T, bj, n, T, row_C, J, HAS_DOCUMENTS
+        )
+        weight_C = to_end_C
+        if REVERSE:
+            weight_C = from_start_C * scale
+        state_tile = tile(states_BJNKV, (bj * N + n) * K, V, key_K, value_V)
+        tl.store(state_tile, S_KV.to(states_BJNKV.dtype.element_ty))
+        y_CV = (y_CV.to(tl.float32) * weight_C[:, None]).to(PRODUCT)
+        S_KV = tl.dot(tl.trans(x_CK.to(PRODUCT)), y_CV, across * S_KV)
+    tl.store(tile(end_BJKV, bj * K, V, key_K, value_V), S_KV)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -14,10 +14,11 @@ import triton
 from torch import Tensor
 
 from mixtron.kernels import recurrence
-from mixtron.kernels.gated_linear_attention.triton_backward import gradient_kernel
+from mixtron.kernels.gated_linear_attention.triton_backward import key_kernel, query_kernel
 from mixtron.kernels.gated_linear_attention.triton_forward import (
     output_kernel,
     scan_kernel,
+    state_kernel,
     write_kernel,
 )
 from mixtron.kernels.triton_tools import product_dtype
@@ -34,8 +35,14 @@ class Plan:
     scan_block: int = 1024
     scan_warps: int = 4
     scan_stages: int = 4
+    state_block: int = 64
+    state_warps: int = 4
+    state_stages: int = 3
+    fewest_programs: int = 128
+    """With so many tiles of states one walk makes them; with fewer, a GPU would be left empty."""
     output_warps: int = 4
-    gradient_warps: int = 8
+    query_warps: int = 4
+    key_warps: int = 4
 
 
 PLAN = Plan()
@@ -81,8 +88,8 @@ class _GatedLinear(torch.autograd.Function):
     def forward(ctx, q, k, v, log_decay, initial, cu_seqlens, scale, fp32_output):
         q, k, v, log_decay = (x.contiguous() for x in (q, k, v, log_decay))
         document_T = document_numbers(cu_seqlens, q.shape[0] * q.shape[1])
-        write, across = chunk_products(k, v, log_decay, document_T, None)
-        states, final = scan(write, across, initial, q.dtype, reverse=False)
+        gates = (log_decay, document_T)
+        states, final, across = chunk_states(k, v, *gates, None, initial, scale, reverse=False)
         o = output(q, k, v, log_decay, document_T, states, scale, fp32_output)
         ctx.save_for_backward(q, k, v, log_decay, document_T, across, states)
         ctx.scale = scale
@@ -93,9 +100,8 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx, do, dfinal):  # type: ignore[override]
         q, k, v, log_decay, document_T, across, states = ctx.saved_tensors
         do = do.contiguous()
-        read, _ = chunk_products(q, do, log_decay, document_T, ctx.scale)
-        dstates, dinitial = scan(read, across, dfinal, q.dtype, reverse=True)
-        del read
+        gates = (log_decay, document_T)
+        dstates, dinitial, _ = chunk_states(q, do, *gates, across, dfinal, ctx.scale, reverse=True)
         dq, dk, dv, dlog_decay = gradient(
             q, k, v, do, log_decay, document_T, states, dstates, ctx.scale
         )
@@ -112,6 +118,42 @@ def shape_of(x_BTHK: Tensor, J: int, V: int) -> dict:
     H, K = x_BTHK.shape[2:]
     product = product_dtype(x_BTHK.dtype)
     return {"H": H, "J": J, "K": K, "V": V, "C": CHUNK_LENGTH, "PRODUCT": product}
+
+
+def chunk_states(x, y, log_decay, document_T, across, edge_BJKV, scale: float, *, reverse: bool):
+    """The states before the chunks, in x's dtype, and after the last, fp32; of queries and the
+    output's gradient (reverse) their gradients after the chunks, and before the first. Third, the
+    decay across each chunk, if it was made (and then `across` is wanted in reverse)."""
+    (B, T, _, K), (J, V) = x.shape, y.shape[2:]
+    block_k, block_v = min(PLAN.state_block, K), min(PLAN.state_block, V)
+    tiles = (K // block_k) * (V // block_v)
+    if B * J * tiles < PLAN.fewest_programs:
+        read_scale = scale if reverse else None
+        write, made = chunk_products(x, y, log_decay, document_T, read_scale)
+        across = made if across is None else across
+        return *scan(write, across, edge_BJKV, x.dtype, reverse=reverse), across
+    states_BJNKV = x.new_empty(B, J, triton.cdiv(T, CHUNK_LENGTH), K, V)
+    end_BJKV = x.new_empty(B, J, K, V, dtype=torch.float32)
+    state_kernel[(tiles, B * J)](
+        x,
+        y,
+        log_decay,
+        document_T,
+        None if edge_BJKV is None else edge_BJKV.contiguous(),
+        states_BJNKV,
+        end_BJKV,
+        scale,
+        T,
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        HAS_EDGE=edge_BJKV is not None,
+        REVERSE=reverse,
+        HAS_DOCUMENTS=document_T is not None,
+        STAGES=PLAN.state_stages,
+        **shape_of(x, J, V),
+        num_warps=PLAN.state_warps,
+    )
+    return states_BJNKV, end_BJKV, None
 
 
 def chunk_products(x, y, log_decay, document_T, read_scale: float | None):
@@ -195,24 +237,22 @@ def gradient(q, k, v, do, log_decay, document_T, states, dstates, scale: float):
     (B, T, H, K), (J, V) = q.shape, v.shape[2:]
     dq_BTJK, dk_BTJK = q.new_empty(B, T, J, K), k.new_empty(B, T, J, K)
     dv_BTJV, dlog_decay_BTJ = torch.empty_like(v), torch.empty_like(log_decay)
-    gradient_kernel[(triton.cdiv(T, CHUNK_LENGTH), B * J)](
-        q,
-        k,
-        v,
-        do,
-        log_decay,
-        document_T,
-        states,
+    dG_BTJ = torch.empty_like(log_decay, dtype=torch.float32)
+    grid = (triton.cdiv(T, CHUNK_LENGTH), B * J)
+    inputs = (q, k, v, do, log_decay, document_T, states)
+    shape = {"HAS_DOCUMENTS": document_T is not None, **shape_of(q, J, V)}
+    query_kernel[grid](*inputs, dq_BTJK, dG_BTJ, scale, T, **shape, num_warps=PLAN.query_warps)
+    key_kernel[grid](
+        *inputs,
         dstates,
-        dq_BTJK,
         dk_BTJK,
         dv_BTJV,
+        dG_BTJ,
         dlog_decay_BTJ,
         scale,
         T,
-        HAS_DOCUMENTS=document_T is not None,
-        **shape_of(q, J, V),
-        num_warps=PLAN.gradient_warps,
+        **shape,
+        num_warps=PLAN.key_warps,
     )
     return to_key_heads(dq_BTJK, H), to_key_heads(dk_BTJK, H), dv_BTJV, dlog_decay_BTJ
 

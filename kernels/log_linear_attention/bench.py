@@ -30,8 +30,12 @@ SWEEPS: dict[str, tuple[Any, dict[str, list[int]]]] = {
     "one_state": (
         single_op,
         {
-            "gradient_warps": [4, 8],
+            "query_warps": [4, 8],
+            "key_warps": [4, 8],
             "output_warps": [4, 8],
+            "state_warps": [4, 8],
+            "state_stages": [1, 2, 3, 4],
+            "fewest_programs": [1, 128, 1024],
             "scan_block": [512, 1024, 2048],
             "scan_stages": [2, 4, 6],
         },

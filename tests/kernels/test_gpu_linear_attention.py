@@ -4,11 +4,13 @@ What they may lose is what the definition loses in bf16: that is attention with 
 which are rounded before they multiply the values.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from mixtron.kernels.gated_linear_attention import gated_linear_attention
+from mixtron.kernels.gated_linear_attention import gated_linear_attention, triton_op
 from mixtron.kernels.linear_attention import linear_attention, linear_attention_reference
 from mixtron.kernels.log_linear_attention import chunk, log_linear_attention
 from tests.helpers.numerics import assert_close_calibrated
@@ -128,6 +130,14 @@ def test_lengths(op, T):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 64), (128, 128)])
 def test_packed(op, dims):
     check(op, make_inputs(op, sum(PACKED), K=dims[0], V=dims[1]), PACKED)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 64), (128, 128)])
+@pytest.mark.parametrize("T", [sum(PACKED), 2000])
+def test_one_state_in_one_scan(dims, T, monkeypatch):
+    monkeypatch.setattr(triton_op, "PLAN", replace(triton_op.PLAN, fewest_programs=1))
+    inputs = make_inputs("one_state", T, K=dims[0], V=dims[1])
+    check("one_state", inputs, PACKED if sum(PACKED) == T else None)
 
 
 @pytest.mark.parametrize("op", ["one_state", "channel"])

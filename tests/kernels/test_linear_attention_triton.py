@@ -8,7 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CHECK = """
+import dataclasses
 import torch
+from mixtron.kernels.gated_linear_attention import triton_op
 from tests.kernels import test_gated_linear_attention as one_state
 from tests.kernels import test_linear_attention as normalised
 from tests.kernels import test_log_linear_attention as log_linear
@@ -35,6 +37,10 @@ offsets = torch.tensor([0, 1, 2, 63, 64, 150, 200, 200])
 for decay in one_state.DECAYS:
     inputs = one_state.make_inputs(200, J=4, decay=decay)
     compare(one_state, inputs, decay, cu_seqlens=offsets)
+one_scan = dataclasses.replace(triton_op.PLAN, fewest_programs=1)
+two_steps, triton_op.PLAN = triton_op.PLAN, one_scan
+compare(one_state, one_state.make_inputs(200, J=4), "in one scan", cu_seqlens=offsets)
+triton_op.PLAN = two_steps
 rows = {"cu_seqlens": torch.tensor([0, 40, 65, 130]), "rows": 2}
 for decay in one_state.DECAYS:
     compare(one_state, one_state.make_inputs(130, decay=decay), f"rows {decay}", **rows)
@@ -72,6 +78,7 @@ def test_interpreted_kernels_equal_the_chunked_form():
     assert done.stdout.splitlines() == [
         "checked head 7",
         "checked channel 7",
+        "checked in one scan 7",
         "checked rows head 7",
         "checked rows channel 7",
         *(
