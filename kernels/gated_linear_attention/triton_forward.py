@@ -140,11 +140,36 @@ def scan_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
+def weight_kernel(
+    log_decay_BTJ,
+    document_T,
+    from_start_BTJ,
+    to_end_BTJ,
+    across_BJN,
+    T,
+    J: tl.constexpr,
+    C: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+):
+    """Each token's decay from its chunk's start and to its end, and each chunk's own."""
+    n, bj = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row_C = tl.arange(0, C)
+    _, _, from_start_C, to_end_C, across = chunk_gates(
+        log_decay_BTJ, document_T, bj, n, T, row_C, J, HAS_DOCUMENTS
+    )
+    inside_C = n * C + row_C < T
+    gate_C = (bj // J * T + n * C + row_C) * J + bj % J
+    tl.store(from_start_BTJ + gate_C, from_start_C, inside_C)
+    tl.store(to_end_BTJ + gate_C, to_end_C, inside_C)
+    tl.store(across_BJN + bj * tl.num_programs(0) + n, across)
+
+
+@triton.jit(do_not_specialize=["T"])
 def state_kernel(
     x_BTHK,
     y_BTJV,
-    log_decay_BTJ,
-    document_T,
+    weight_BTJ,
+    across_BJN,
     edge_BJKV,
     states_BJNKV,
     end_BJKV,
@@ -159,7 +184,6 @@ def state_kernel(
     BLOCK_V: tl.constexpr,
     HAS_EDGE: tl.constexpr,
     REVERSE: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr,
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -179,16 +203,13 @@ def state_kernel(
         n = step
         if REVERSE:
             n = N - 1 - step
-        inside_C1 = (n * C + row_C < T)[:, None]
+        inside_C = n * C + row_C < T
+        inside_C1 = inside_C[:, None]
         first = b * T + n * C
         x_CK = tl.load(tile(x_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0)
         y_CV = tl.load(tile(y_BTJV + j * V, first, J * V, row_C, value_V), inside_C1, 0.0)
-        _, _, from_start_C, to_end_C, across = chunk_gates(
-            log_decay_BTJ, document_T, bj, n, T, row_C, J, HAS_DOCUMENTS
-        )
-        weight_C = to_end_C
-        if REVERSE:
-            weight_C = from_start_C * scale
+        weight_C = tl.load(weight_BTJ + (first + row_C) * J + j, inside_C, 0.0) * scale
+        across = tl.load(across_BJN + bj * N + n)
         state_tile = tile(states_BJNKV, (bj * N + n) * K, V, key_K, value_V)
         tl.store(state_tile, S_KV.to(states_BJNKV.dtype.element_ty))
         y_CV = (y_CV.to(tl.float32) * weight_C[:, None]).to(PRODUCT)

@@ -19,6 +19,7 @@ from mixtron.kernels.gated_linear_attention.triton_forward import (
     output_kernel,
     scan_kernel,
     state_kernel,
+    weight_kernel,
     write_kernel,
 )
 from mixtron.kernels.triton_tools import product_dtype
@@ -88,20 +89,32 @@ class _GatedLinear(torch.autograd.Function):
     def forward(ctx, q, k, v, log_decay, initial, cu_seqlens, scale, fp32_output):
         q, k, v, log_decay = (x.contiguous() for x in (q, k, v, log_decay))
         document_T = document_numbers(cu_seqlens, q.shape[0] * q.shape[1])
-        gates = (log_decay, document_T)
-        states, final, across = chunk_states(k, v, *gates, None, initial, scale, reverse=False)
+        weights = chunk_weights(k, v, log_decay, document_T)
+        if weights is None:
+            write, across = chunk_products(k, v, log_decay, document_T, None)
+            states, final = scan(write, across, initial, q.dtype, reverse=False)
+            del write
+        else:
+            _, to_end, across = weights
+            states, final = one_scan(k, v, to_end, across, initial, 1.0, reverse=False)
         o = output(q, k, v, log_decay, document_T, states, scale, fp32_output)
-        ctx.save_for_backward(q, k, v, log_decay, document_T, across, states)
+        from_start = None if weights is None else weights[0]
+        ctx.save_for_backward(q, k, v, log_decay, document_T, across, states, from_start)
         ctx.scale = scale
         ctx.has_initial = initial is not None
         return o, final
 
     @staticmethod
     def backward(ctx, do, dfinal):  # type: ignore[override]
-        q, k, v, log_decay, document_T, across, states = ctx.saved_tensors
+        q, k, v, log_decay, document_T, across, states, from_start = ctx.saved_tensors
         do = do.contiguous()
-        gates = (log_decay, document_T)
-        dstates, dinitial, _ = chunk_states(q, do, *gates, across, dfinal, ctx.scale, reverse=True)
+        if from_start is None:
+            read, _ = chunk_products(q, do, log_decay, document_T, ctx.scale)
+            dstates, dinitial = scan(read, across, dfinal, q.dtype, reverse=True)
+            del read
+        else:
+            options = (across, dfinal, ctx.scale)
+            dstates, dinitial = one_scan(q, do, from_start, *options, reverse=True)
         dq, dk, dv, dlog_decay = gradient(
             q, k, v, do, log_decay, document_T, states, dstates, ctx.scale
         )
@@ -120,25 +133,48 @@ def shape_of(x_BTHK: Tensor, J: int, V: int) -> dict:
     return {"H": H, "J": J, "K": K, "V": V, "C": CHUNK_LENGTH, "PRODUCT": product}
 
 
-def chunk_states(x, y, log_decay, document_T, across, edge_BJKV, scale: float, *, reverse: bool):
-    """The states before the chunks, in x's dtype, and after the last, fp32; of queries and the
-    output's gradient (reverse) their gradients after the chunks, and before the first. Third, the
-    decay across each chunk, if it was made (and then `across` is wanted in reverse)."""
-    (B, T, _, K), (J, V) = x.shape, y.shape[2:]
+def state_tiles(K: int, V: int) -> tuple[int, int, int]:
+    """A tile's rows and columns, and their number."""
     block_k, block_v = min(PLAN.state_block, K), min(PLAN.state_block, V)
-    tiles = (K // block_k) * (V // block_v)
-    if B * J * tiles < PLAN.fewest_programs:
-        read_scale = scale if reverse else None
-        write, made = chunk_products(x, y, log_decay, document_T, read_scale)
-        across = made if across is None else across
-        return *scan(write, across, edge_BJKV, x.dtype, reverse=reverse), across
-    states_BJNKV = x.new_empty(B, J, triton.cdiv(T, CHUNK_LENGTH), K, V)
+    return block_k, block_v, (K // block_k) * (V // block_v)
+
+
+def chunk_weights(k, v, log_decay, document_T) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What `one_scan` needs: decays from chunks' starts and to their ends [B, T, J], and across
+    [B, J, N]; or None where two steps are better."""
+    B, T, J = log_decay.shape
+    if B * J * state_tiles(k.shape[3], v.shape[3])[2] < PLAN.fewest_programs:
+        return None
+    N = triton.cdiv(T, CHUNK_LENGTH)
+    from_start_BTJ = torch.empty_like(log_decay, dtype=torch.float32)
+    to_end_BTJ = torch.empty_like(from_start_BTJ)
+    across_BJN = from_start_BTJ.new_empty(B, J, N)
+    weight_kernel[(N, B * J)](
+        log_decay,
+        document_T,
+        from_start_BTJ,
+        to_end_BTJ,
+        across_BJN,
+        T,
+        J=J,
+        C=CHUNK_LENGTH,
+        HAS_DOCUMENTS=document_T is not None,
+        num_warps=4,
+    )
+    return from_start_BTJ, to_end_BTJ, across_BJN
+
+
+def one_scan(x, y, weight_BTJ, across_BJN, edge_BJKV, scale: float, *, reverse: bool):
+    """What `chunk_products` and `scan` make together."""
+    (B, T, _, K), (J, V) = x.shape, y.shape[2:]
+    block_k, block_v, tiles = state_tiles(K, V)
+    states_BJNKV = x.new_empty(B, J, across_BJN.shape[2], K, V)
     end_BJKV = x.new_empty(B, J, K, V, dtype=torch.float32)
     state_kernel[(tiles, B * J)](
         x,
         y,
-        log_decay,
-        document_T,
+        weight_BTJ,
+        across_BJN,
         None if edge_BJKV is None else edge_BJKV.contiguous(),
         states_BJNKV,
         end_BJKV,
@@ -148,12 +184,11 @@ def chunk_states(x, y, log_decay, document_T, across, edge_BJKV, scale: float, *
         BLOCK_V=block_v,
         HAS_EDGE=edge_BJKV is not None,
         REVERSE=reverse,
-        HAS_DOCUMENTS=document_T is not None,
         STAGES=PLAN.state_stages,
         **shape_of(x, J, V),
         num_warps=PLAN.state_warps,
     )
-    return states_BJNKV, end_BJKV, None
+    return states_BJNKV, end_BJKV
 
 
 def chunk_products(x, y, log_decay, document_T, read_scale: float | None):
