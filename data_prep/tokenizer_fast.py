@@ -1,9 +1,9 @@
 """gigatoken as a faster engine for a tokenizer: the same ids, and held against the plain one."""
 
-import json
 from pathlib import Path
 
 import numpy as np
+import orjson
 
 from mixtron.data_prep.characters import has_new_characters
 from mixtron.data_prep.errors import DataError
@@ -56,17 +56,17 @@ def _as_json(path: Path, kind: str) -> bytes | str:
     raise ValueError(f"{kind} files are fast without it")
 
 
-def _prepared(content: bytes | str, special_text: bool) -> str:
+def _prepared(content: bytes | str, special_text: bool) -> bytes:
     """Unless asked, without special tokens, so that their names in a document are text.
 
     Raises:
         ValueError: an added token is matched by rules that gigatoken does not keep.
     """
-    loaded = json.loads(content)
+    loaded = orjson.loads(content)
     added = loaded.get("added_tokens", [])
     if not special_text:
         added = [token for token in added if not token["special"]]
     for token in added:
         if token["single_word"] or token["lstrip"] or token["rstrip"]:
             raise ValueError(f"the added token {token['content']!r} depends on what surrounds it")
-    return json.dumps(loaded | {"added_tokens": added})
+    return orjson.dumps(loaded | {"added_tokens": added})

@@ -62,9 +62,8 @@ class Encoder:
     def __init__(self, plan: Plan, backend: str) -> None:
         self._recipe, self._backend = plan.recipe, backend
         self._before, self._after = _special(plan.bos_id), _special(plan.eod_id)
-        self._process = psutil.Process()
         self.tokenizer = self._load()
-        self._loaded_rss = self._process.memory_info().rss
+        self._loaded_rss = _rss_bytes()
         if self.tokenizer.sha256 != plan.tokenizer["sha256"]:
             raise DataError(f"{plan.recipe.tokenizer}: changed since it was planned; plan again")
         names = {i: name for name, i in self.tokenizer.special.items()}
@@ -88,10 +87,10 @@ class Encoder:
             self.tokenizer.check(some, where)
 
     def limit_memory(self) -> None:
-        if self._process.memory_info().rss - self._loaded_rss > TOKENIZER_GROWTH_BYTES:
+        if _rss_bytes() - self._loaded_rss > TOKENIZER_GROWTH_BYTES:
             del self.tokenizer  # before its successor is made
             self.tokenizer = self._load()
-            self._loaded_rss = self._process.memory_info().rss
+            self._loaded_rss = _rss_bytes()
 
     def _load(self) -> Tokenizer:
         recipe = self._recipe
@@ -99,6 +98,10 @@ class Encoder:
         if self._backend == "gigatoken":
             return GigatokenTokenizer(*asked)
         return remember_words(load_tokenizer(*asked))
+
+
+def _rss_bytes() -> int:
+    return psutil.Process().memory_info().rss
 
 
 def _special(token: int | None) -> list[np.ndarray]:
