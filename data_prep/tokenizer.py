@@ -1,11 +1,14 @@
 """Tokenizers behind one interface: SentencePiece, Hugging Face `tokenizer.json`, tiktoken files."""
 
 import json
+import re
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from mixtron.data_prep.errors import DataError
+from mixtron.data_prep.stretches import STRETCH, stretches
 from mixtron.data_prep.tokenizer_base import Tokenizer, fingerprint
 from mixtron.data_prep.tokenizer_training import train_tokenizer
 
@@ -73,11 +76,29 @@ class SentencePieceTokenizer(Tokenizer):
         self.sha256 = fingerprint(self.type, content, self.eod_id)
 
     def encode_each(self, texts: list[str]) -> list[np.ndarray]:
-        encoded = self._model.encode(texts, out_type=int, num_threads=1)
-        return [np.array(ids, dtype=np.int64) for ids in encoded]
+        return [self._encode(text) for text in texts]
 
     def decode(self, ids: list[int] | np.ndarray) -> str:
         return self._model.decode(np.asarray(ids).tolist())
+
+    def _encode(self, text: str) -> np.ndarray:
+        if len(text) <= STRETCH or not self._has_local_words:
+            return np.array(self._ids(text), dtype=np.int64)
+        parts = stretches(text, self._ids)
+        return np.concatenate([np.array(self._ids(part), dtype=np.int64) for part in parts])
+
+    def _ids(self, text: str) -> list[int]:
+        return self._model.encode(text, out_type=int, num_threads=1)
+
+    @cached_property
+    def _has_local_words(self) -> bool:
+        """Whether it merges by rank (scores are whole numbers) and never over a blank.
+
+        The scores of a unigram model are added up over the text, and rounded on the way.
+        """
+        ids = range(self.vocab_size)
+        merges = all(self._model.get_score(i).is_integer() for i in ids)
+        return merges and not any(re.search("[^▁ ][▁ ]", self._model.id_to_piece(i)) for i in ids)
 
     def _find_eod(self, path: Path, eod_token: str | None) -> int:
         model = self._model

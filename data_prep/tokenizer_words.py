@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 
 from mixtron.data_prep.characters import character_class, has_new_characters
+from mixtron.data_prep.stretches import STRETCH
 from mixtron.data_prep.tokenizer import HuggingFaceTokenizer
 from mixtron.data_prep.tokenizer_base import CheckedTokenizer, Tokenizer
 
@@ -19,8 +20,6 @@ REMEMBERED_BYTES = 64 << 20
 """About what the remembered words may take; then all are forgotten."""
 WORD_BYTES = 200
 """Of the dictionary, for a short word and its ids."""
-STRETCH = 1 << 20
-"""Characters of a document that are split together, so that a long one takes little memory."""
 WORD_END = re.compile(r"(?<=\S)[ \n\r\t]")
 """Wherever the text is cut here, no word is: no word goes on with a blank."""
 
