@@ -166,6 +166,9 @@ def test_what_gigatoken_cannot_do_is_refused(tmp_path):
     train_tokenizer(speeches()[:4], 600, "unigram", tmp_path / "u.model", progress=False)
     with pytest.raises(DataError, match=r"u\.model: gigatoken cannot do it .*; use plain"):
         GigatokenTokenizer(tmp_path / "u.model", None, False)
+    recipe = Recipe(str(tmp_path / "u.model"))
+    with pytest.raises(DataError, match="use plain"):  # told by the one that loads for all workers
+        build_all(speeches()[:200], recipe, tmp_path / "x", 2, backend="gigatoken", progress=False)
 
 
 @pytest.mark.parametrize("option", [{}, {"single_word": True}, {"lstrip": True}])
