@@ -83,9 +83,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> np.ndarray:
         if len(text) <= STRETCH or not self._has_local_words:
-            return np.array(self._ids(text), dtype=np.int64)
+            return np.array(self._ids(text), dtype=np.uint32)
         parts = stretches(text, self._ids)
-        return np.concatenate([np.array(self._ids(part), dtype=np.int64) for part in parts])
+        return np.concatenate([np.array(self._ids(part), dtype=np.uint32) for part in parts])
 
     def _ids(self, text: str) -> list[int]:
         return self._model.encode(text, out_type=int, num_threads=1)
@@ -145,7 +145,7 @@ class HuggingFaceTokenizer(Tokenizer):
             some = self.library.encode_batch_fast(
                 texts[first : first + TEXTS_AT_ONCE], add_special_tokens=False
             )
-            encoded += [np.array(one.ids, dtype=np.int64) for one in some]
+            encoded += [np.array(one.ids, dtype=np.uint32) for one in some]
         return encoded
 
     def decode(self, ids: list[int] | np.ndarray) -> str:

@@ -24,7 +24,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_each(self, texts: list[str]) -> list[np.ndarray]:
-        """One array of ids (uint32 or int64) for each text, without special tokens around it.
+        """One uint32 array of ids for each text, without special tokens around it.
 
         Raises:
             ValueError: one of the texts cannot be encoded.

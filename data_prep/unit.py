@@ -78,7 +78,7 @@ class Encoder:
         parts = [part for ids in encoded if len(ids) for part in (*self._before, ids, *self._after)]
         around = len(self._before) + len(self._after)
         lengths = np.array([len(ids) and len(ids) + around for ids in encoded], dtype=np.int64)
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64), lengths
+        return np.concatenate(parts) if parts else np.zeros(0, np.uint32), lengths
 
     def check(self, texts: list[str], where: str) -> None:
         """Holds a faster way to the ids against the plain tokenizer."""
@@ -105,7 +105,6 @@ def _rss_bytes() -> int:
 
 
 def _special(token: int | None) -> list[np.ndarray]:
-    # uint32 as the ids of fast tokenizers, which joining would else widen.
     return [] if token is None else [np.array([token], dtype=np.uint32)]
 
 
@@ -218,7 +217,7 @@ class _UnitFiles:
         if not texts:
             return
         cardinality = self._plan.tokenizer["vocab_size"]
-        if int(tokens.max()) >= cardinality or int(tokens.min()) < 0:
+        if int(tokens.max()) >= cardinality:
             raise DataError(
                 f"{self._plan.recipe.tokenizer}: gave id {tokens.max()}, but it has {cardinality}"
             )
