@@ -5,8 +5,9 @@ import os
 import signal
 import threading
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mixtron.data_prep.errors import WorkerError
 from mixtron.data_prep.plan import Plan, Unit
@@ -24,8 +25,9 @@ def do_units(
     """
     if not units:
         return
-    # One worker a core; a tokenizer's own threads would only get in each other's way.
+    # One worker a core: threads of libraries would only get in each other's way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if workers > 1:
         _do_in_processes(plan, units, folder, min(workers, len(units)), backend, advance)
         return
@@ -37,18 +39,16 @@ def do_units(
 def _do_in_processes(
     plan: Plan, units: list[Unit], folder: Path, workers: int, backend: str, advance: Advance
 ) -> None:
-    # spawn: a forked child of a process that has tokenised may hang in its first batch.
+    waiting = list(reversed(units))
+    # spawn: a forked child of this process, which has tokenised, may hang in its first batch.
     context = multiprocessing.get_context("spawn")
-    waiting, processes, connections = list(reversed(units)), [], []
+    pipes = [context.Pipe() for _ in range(workers)]
+    connections, theirs = [ours for ours, _ in pipes], [end for _, end in pipes]
+    foreman = context.Process(target=_lead, args=(theirs, plan, folder, backend), daemon=True)
+    foreman.start()
+    for end in theirs:
+        end.close()
     try:
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
-            arguments = theirs, plan, folder, backend
-            process = context.Process(target=_work, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            processes.append(process)
-            connections.append(ours)
         busy = {connection for connection in connections if _give(connection, waiting)}
         while busy:
             for connection in wait(list(busy)):
@@ -60,10 +60,22 @@ def _do_in_processes(
                     advance(*answer)
                 elif not _give(connection, waiting):
                     busy.discard(connection)
+    except BaseException:
+        _kill(foreman)
+        raise
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        for connection in connections:  # which ends idle workers, and the foreman after them
+            connection.close()
+        foreman.join()
+
+
+def _kill(foreman: SpawnProcess) -> None:
+    """Ends the foreman and its workers."""
+    assert foreman.pid is not None
+    try:
+        os.killpg(foreman.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has not begun, or has ended
+        foreman.kill()
 
 
 def _give(connection: Connection, waiting: list[Unit]) -> bool:
@@ -91,20 +103,47 @@ def _died() -> WorkerError:
     )
 
 
-def _work(connection: Connection, plan: Plan, folder: Path, backend: str) -> None:
+def _lead(connections: list[Connection], plan: Plan, folder: Path, backend: str) -> None:
+    """Imports and loads what workers need, once; forks them; waits for them.
+
+    It has neither tokenised in parallel nor started threads: its forks are safe.
+    """
+    os.setpgid(0, 0)
     # The parent alone answers signals; workers end with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         encoder = Encoder(plan, backend)
+    except Exception as error:
+        for connection in connections:
+            connection.send(error)
+        return
+    if any(file.format in ("parquet", "arrow", "arrow_stream") for file in plan.inputs):
+        from mixtron.data_prep import tables  # noqa: F401
+    for connection in connections:
+        if os.fork() == 0:
+            for other in connections:
+                if other is not connection:
+                    other.close()
+            _work(connection, plan, folder, encoder)
+    for connection in connections:
+        connection.close()
+    for _ in connections:
+        os.wait()
+
+
+def _work(connection: Connection, plan: Plan, folder: Path, encoder: Encoder) -> NoReturn:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
         while True:
             unit = connection.recv()
             send = lambda *passed: connection.send(passed)  # noqa: E731
             connection.send(run_unit(unit, folder, plan, encoder, send))
     except EOFError:
-        return
+        pass
     except Exception as error:
         connection.send(error)
+    finally:
+        os._exit(0)
 
 
 def _end_with_parent() -> None:

@@ -1,12 +1,15 @@
 """Tokenizers behind one interface: SentencePiece, Hugging Face `tokenizer.json`, tiktoken files."""
 
 import json
+import re
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from mixtron.data_prep.errors import DataError
-from mixtron.data_prep.tokenizer_base import Tokenizer, fingerprint, flatten
+from mixtron.data_prep.stretches import STRETCH, stretches
+from mixtron.data_prep.tokenizer_base import Tokenizer, fingerprint
 from mixtron.data_prep.tokenizer_training import train_tokenizer
 
 __all__ = ["Tokenizer", "load_tokenizer", "train_tokenizer"]
@@ -72,11 +75,30 @@ class SentencePieceTokenizer(Tokenizer):
         self.eod_id = self._find_eod(path, eod_token)
         self.sha256 = fingerprint(self.type, content, self.eod_id)
 
-    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        return flatten(self._model.encode(texts, out_type=int, num_threads=1))
+    def encode_each(self, texts: list[str]) -> list[np.ndarray]:
+        return [self._encode(text) for text in texts]
 
     def decode(self, ids: list[int] | np.ndarray) -> str:
         return self._model.decode(np.asarray(ids).tolist())
+
+    def _encode(self, text: str) -> np.ndarray:
+        if len(text) <= STRETCH or not self._has_local_words:
+            return np.array(self._ids(text), dtype=np.uint32)
+        parts = stretches(text, self._ids)
+        return np.concatenate([np.array(self._ids(part), dtype=np.uint32) for part in parts])
+
+    def _ids(self, text: str) -> list[int]:
+        return self._model.encode(text, out_type=int, num_threads=1)
+
+    @cached_property
+    def _has_local_words(self) -> bool:
+        """Whether it merges by rank (scores are whole numbers) and never over a blank.
+
+        The scores of a unigram model are added up over the text, and rounded on the way.
+        """
+        ids = range(self.vocab_size)
+        merges = all(self._model.get_score(i).is_integer() for i in ids)
+        return merges and not any(re.search("[^▁ ][▁ ]", self._model.id_to_piece(i)) for i in ids)
 
     def _find_eod(self, path: Path, eod_token: str | None) -> int:
         model = self._model
@@ -103,35 +125,35 @@ class HuggingFaceTokenizer(Tokenizer):
 
         content = path.read_bytes()
         try:
-            self._model = Library.from_buffer(content)
+            self.library = Library.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{path}: not a tokenizer.json: {error}") from None
-        self._model.no_truncation()
-        self._model.no_padding()
-        self._model.encode_special_tokens = not special_text
-        self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
-        added = self._model.get_added_tokens_decoder().items()
+        self.library.no_truncation()
+        self.library.no_padding()
+        self.library.encode_special_tokens = not special_text
+        self.vocab_size = max(self.library.get_vocab(with_added_tokens=True).values()) + 1
+        added = self.library.get_added_tokens_decoder().items()
         self.special = {token.content: i for i, token in added if token.special}
         if not special_text:
             self._refuse_leaks(path)
         self.eod_id = _find_special(path, eod_token, self.special)
         self.sha256 = fingerprint(self.type, content, self.eod_id)
 
-    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_each(self, texts: list[str]) -> list[np.ndarray]:
         encoded = []
         for first in range(0, len(texts), TEXTS_AT_ONCE):
-            some = texts[first : first + TEXTS_AT_ONCE]
-            encoded += [
-                e.ids for e in self._model.encode_batch_fast(some, add_special_tokens=False)
-            ]
-        return flatten(encoded)
+            some = self.library.encode_batch_fast(
+                texts[first : first + TEXTS_AT_ONCE], add_special_tokens=False
+            )
+            encoded += [np.array(one.ids, dtype=np.uint32) for one in some]
+        return encoded
 
     def decode(self, ids: list[int] | np.ndarray) -> str:
-        return self._model.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+        return self.library.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def _refuse_leaks(self, path: Path) -> None:
         """Some vocabularies list special tokens as plain pieces too, and so produce them."""
-        unknown = getattr(self._model.model, "unk_token", None)
+        unknown = getattr(self.library.model, "unk_token", None)
         control = {i for token, i in self.special.items() if token != unknown}
         for token, ids in zip(self.special, self.encode_batch(list(self.special)), strict=True):
             if control.intersection(ids.tolist()):

@@ -55,10 +55,8 @@ class TiktokenTokenizer(Tokenizer):
         self.eod_id = self.special[eod_token]
         self.sha256 = fingerprint(self.type, content + b"\0" + notes_content, self.eod_id)
 
-    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        encoded = [self._encode(text) for text in texts]
-        lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
-        return np.concatenate(encoded) if encoded else np.zeros(0, np.uint32), lengths
+    def encode_each(self, texts: list[str]) -> list[np.ndarray]:
+        return [self._encode(text) for text in texts]
 
     def decode(self, ids: list[int] | np.ndarray) -> str:
         return self._model.decode(np.asarray(ids).tolist())

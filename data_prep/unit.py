@@ -18,8 +18,9 @@ from mixtron.data_prep.plan import Plan, Recipe, Unit, check_unchanged
 from mixtron.data_prep.readers import read_piece
 from mixtron.data_prep.shards import token_dtype
 from mixtron.data_prep.tokenizer import load_tokenizer
-from mixtron.data_prep.tokenizer_base import Tokenizer
+from mixtron.data_prep.tokenizer_base import CheckedTokenizer, Tokenizer
 from mixtron.data_prep.tokenizer_fast import GigatokenTokenizer
+from mixtron.data_prep.tokenizer_words import remember_words
 
 PARTS = ("bin", "lengths", "hashes", "rejected")
 """Tokens; int32 tokens of each document; 16 bytes of hash of each; bad lines as JSON."""
@@ -60,10 +61,9 @@ class Encoder:
 
     def __init__(self, plan: Plan, backend: str) -> None:
         self._recipe, self._backend = plan.recipe, backend
-        self.eod_id, self.bos_id = plan.eod_id, plan.bos_id
-        self._process = psutil.Process()
+        self._before, self._after = _special(plan.bos_id), _special(plan.eod_id)
         self.tokenizer = self._load()
-        self._loaded_rss = self._process.memory_info().rss
+        self._loaded_rss = _rss_bytes()
         if self.tokenizer.sha256 != plan.tokenizer["sha256"]:
             raise DataError(f"{plan.recipe.tokenizer}: changed since it was planned; plan again")
         names = {i: name for name, i in self.tokenizer.special.items()}
@@ -74,40 +74,38 @@ class Encoder:
 
         A document of which the tokenizer makes nothing has length 0 and no special tokens.
         """
-        ids, lengths = self.tokenizer.encode_flat(texts)
-        before, after = int(self.bos_id is not None), int(self.eod_id is not None)
-        if before + after == 0:
-            return ids, lengths
-        whole = np.where(lengths > 0, lengths + before + after, 0)
-        stops = np.cumsum(whole)[whole > 0]
-        starts = stops - whole[whole > 0]
-        tokens = np.empty(int(whole.sum()), dtype=ids.dtype)
-        is_text = np.ones(len(tokens), dtype=bool)
-        if self.bos_id is not None:
-            tokens[starts] = self.bos_id
-            is_text[starts] = False
-        if self.eod_id is not None:
-            tokens[stops - 1] = self.eod_id
-            is_text[stops - 1] = False
-        tokens[is_text] = ids
-        return tokens, whole
+        encoded = self.tokenizer.encode_each(texts)
+        parts = [part for ids in encoded if len(ids) for part in (*self._before, ids, *self._after)]
+        around = len(self._before) + len(self._after)
+        lengths = np.array([len(ids) and len(ids) + around for ids in encoded], dtype=np.int64)
+        return np.concatenate(parts) if parts else np.zeros(0, np.uint32), lengths
 
     def check(self, texts: list[str], where: str) -> None:
-        """Holds a fast backend against the plain tokenizer."""
-        if isinstance(self.tokenizer, GigatokenTokenizer):
+        """Holds a faster way to the ids against the plain tokenizer."""
+        if isinstance(self.tokenizer, CheckedTokenizer):
             some = [text[:CHECKED_CHARACTERS] for text in texts[:CHECKED_DOCUMENTS]]
             self.tokenizer.check(some, where)
 
     def limit_memory(self) -> None:
-        if self._process.memory_info().rss - self._loaded_rss > TOKENIZER_GROWTH_BYTES:
+        if _rss_bytes() - self._loaded_rss > TOKENIZER_GROWTH_BYTES:
             del self.tokenizer  # before its successor is made
             self.tokenizer = self._load()
-            self._loaded_rss = self._process.memory_info().rss
+            self._loaded_rss = _rss_bytes()
 
     def _load(self) -> Tokenizer:
-        load = GigatokenTokenizer if self._backend == "gigatoken" else load_tokenizer
         recipe = self._recipe
-        return load(recipe.tokenizer, recipe.eod_token, recipe.special_text)
+        asked = recipe.tokenizer, recipe.eod_token, recipe.special_text
+        if self._backend == "gigatoken":
+            return GigatokenTokenizer(*asked)
+        return remember_words(load_tokenizer(*asked))
+
+
+def _rss_bytes() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def _special(token: int | None) -> list[np.ndarray]:
+    return [] if token is None else [np.array([token], dtype=np.uint32)]
 
 
 def unit_path(folder: Path, key: str, part: str) -> Path:
@@ -219,7 +217,7 @@ class _UnitFiles:
         if not texts:
             return
         cardinality = self._plan.tokenizer["vocab_size"]
-        if int(tokens.max()) >= cardinality or int(tokens.min()) < 0:
+        if int(tokens.max()) >= cardinality:
             raise DataError(
                 f"{self._plan.recipe.tokenizer}: gave id {tokens.max()}, but it has {cardinality}"
             )

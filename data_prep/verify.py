@@ -26,9 +26,9 @@ class Contents:
     max_id: int
     longest_document: int
     ends: set[int]
-    """Ids at the ends of documents, at most two of them."""
+    """Ids at the ends of documents: of each block the least and the largest."""
     begins: set[int]
-    """Ids at the beginnings of documents, at most two of them."""
+    """Ids at the beginnings of documents, likewise."""
     bin_sha256: str
     idx_sha256: str
 
@@ -117,13 +117,17 @@ def _read_index(bin_path: Path, idx_path: Path, dtype: np.dtype, contents: Conte
             break
         real = lengths > 0
         ends, begins = stops[real] // dtype.itemsize - 1, starts[real] // dtype.itemsize
-        contents.ends |= set(np.unique(tokens[ends])[:2].tolist())
-        contents.begins |= set(np.unique(tokens[begins])[:2].tolist())
+        contents.ends |= _least_and_largest(tokens[ends])
+        contents.begins |= _least_and_largest(tokens[begins])
         contents.longest_document = max(contents.longest_document, int(lengths.max()))
     if pointer != bin_path.stat().st_size:
         raise DataError(
             f"{bin_path}: {bin_path.stat().st_size} bytes, its index says {pointer} or more"
         )
+
+
+def _least_and_largest(ids: np.ndarray) -> set[int]:
+    return {int(ids.min()), int(ids.max())} if len(ids) else set()
 
 
 def _index_blocks(

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from mixtron.launch.synthetic.task import tasks
 from mixtron.megatron_ext.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -43,6 +42,8 @@ def synthetic(
         from mixtron.launch.synthetic.suite import run_suite
 
         raise typer.Exit(run_suite(target, folder, tiny=tiny, workers=workers))
+    from mixtron.launch.synthetic.task import tasks
+
     known = tasks()
     if task not in known:
         close = difflib.get_close_matches(task, known, n=1, cutoff=0.5)

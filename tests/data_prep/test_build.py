@@ -378,8 +378,12 @@ def _start_long_build(tmp_path, tokenizer) -> subprocess.Popen:
 
 
 def _workers_of(process: subprocess.Popen) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    """The forked children of the process that loads what they need."""
+    return [
+        worker
+        for foreman in psutil.Process(process.pid).children()
+        for worker in foreman.children()
+    ]
 
 
 def test_a_killed_worker_ends_the_build_within_seconds(tmp_path, sentencepiece_model):

@@ -149,15 +149,13 @@ def test_the_same_shard_by_either_backend(tmp_path, request, which, workers):
 
 
 def test_another_id_is_noticed_in_every_unit(tmp_path, monkeypatch, bytelevel_folder):
-    plain_ids = GigatokenTokenizer.encode_flat
+    plain_ids = GigatokenTokenizer.encode_each
 
     def wrong(self, texts):
-        ids, lengths = plain_ids(self, texts)
-        ids = ids.copy()
-        ids[ids == ids[5]] += 1
-        return ids, lengths
+        first, *rest = plain_ids(self, texts)
+        return [np.where(first == first[5], first + 1, first), *rest]
 
-    monkeypatch.setattr(GigatokenTokenizer, "encode_flat", wrong)
+    monkeypatch.setattr(GigatokenTokenizer, "encode_each", wrong)
     recipe = Recipe(str(bytelevel_folder))
     with pytest.raises(DataError, match="gigatoken and the plain tokenizer differ at token"):
         build_all(speeches()[:1], recipe, tmp_path / "x", backend="gigatoken", progress=False)
@@ -168,6 +166,9 @@ def test_what_gigatoken_cannot_do_is_refused(tmp_path):
     train_tokenizer(speeches()[:4], 600, "unigram", tmp_path / "u.model", progress=False)
     with pytest.raises(DataError, match=r"u\.model: gigatoken cannot do it .*; use plain"):
         GigatokenTokenizer(tmp_path / "u.model", None, False)
+    recipe = Recipe(str(tmp_path / "u.model"))
+    with pytest.raises(DataError, match="use plain"):  # told by the one that loads for all workers
+        build_all(speeches()[:200], recipe, tmp_path / "x", 2, backend="gigatoken", progress=False)
 
 
 @pytest.mark.parametrize("option", [{}, {"single_word": True}, {"lstrip": True}])

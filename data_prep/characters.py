@@ -1,0 +1,47 @@
+"""What characters are, by the Unicode of this Python; libraries know older and newer ones."""
+
+import unicodedata
+from functools import cache
+
+import numpy as np
+
+PLANES = 0x40000
+"""Code points of the planes that have letters; the others hold tags and private use."""
+STRETCH = 1 << 20
+"""Characters looked at together."""
+
+
+def has_new_characters(text: str) -> bool:
+    """Whether Unicode gave a character of the text no meaning until after this Python's version.
+
+    Libraries of different ages disagree on whether such a character is a letter, and so on where
+    words end.
+    """
+    if text.isascii():
+        return False
+    new = _new_characters()
+    for first in range(0, len(text), STRETCH):
+        stretch = text[first : first + STRETCH].encode("utf-32-le", "surrogatepass")
+        if new[np.frombuffer(stretch, "<u4")].any():
+            return True
+    return False
+
+
+def character_class(major: str) -> str:
+    """The inside of a bracket of a regular expression: all characters of a category, as `L`."""
+    inside = np.array([category[0] == major for category in _categories()], dtype=np.int8)
+    edges = np.flatnonzero(np.diff(inside, prepend=0, append=0))
+    return "".join(f"\\U{a:08x}-\\U{b - 1:08x}" for a, b in edges.reshape(-1, 2).tolist())
+
+
+@cache
+def _new_characters() -> np.ndarray:
+    """bool [code points]."""
+    new = np.zeros(0x110000, dtype=bool)
+    new[:PLANES] = [category == "Cn" for category in _categories()]
+    return new
+
+
+@cache
+def _categories() -> list[str]:
+    return [unicodedata.category(chr(code)) for code in range(PLANES)]
