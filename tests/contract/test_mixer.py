@@ -29,7 +29,7 @@ from tests.contract.checks import (
     trained,
 )
 
-STEPS = 20
+STEPS = 8
 
 
 def name(value) -> str:
