@@ -15,15 +15,21 @@ from collections.abc import Iterator
 from multiprocessing.connection import Client
 
 import torch
+import torch._dynamo  # checkpointing imports it
 import torch.distributed as dist
-from megatron.core import parallel_state
+
+from mixtron.megatron_ext import cpu_backend
+
+cpu_backend.install()  # first, as a run does
+
+from megatron.core import parallel_state  # noqa: E402
 
 # Imported before the fork, for all ranks.
-import mixtron.launch.loop
-import mixtron.launch.setup_run
-import mixtron.megatron_ext.model
-import mixtron.megatron_ext.optimizer  # noqa: F401
-from mixtron.megatron_ext.mixers import mixer_configs, mixer_module
+import mixtron.launch.loop  # noqa: E402
+import mixtron.launch.setup_run  # noqa: E402
+import mixtron.megatron_ext.model  # noqa: E402
+import mixtron.megatron_ext.optimizer  # noqa: E402, F401
+from mixtron.megatron_ext.mixers import mixer_configs, mixer_module  # noqa: E402
 
 
 def serve(address: str) -> None:
