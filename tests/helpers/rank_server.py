@@ -87,12 +87,14 @@ def _run(
 
 @contextlib.contextmanager
 def _groups_shared() -> Iterator[None]:
-    """Megatron's groups of the same ranks are one: of some sixty, each with a thread and a
-    connection to every other rank, nine stay."""
+    """Megatron's groups of the same ranks are one, until the world is another: each of some sixty
+    has a thread and a connection to every other rank."""
     create, found = parallel_state.create_group, {}
 
     def create_once(ranks, **options):
-        key = tuple(ranks)
+        if options.get("backend") == "gloo":  # one that Megatron itself destroys
+            return create(ranks, **options)
+        key = dist.group.WORLD, *ranks
         if key not in found:
             found[key] = create(ranks, **options)
         return found[key]
