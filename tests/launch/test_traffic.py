@@ -55,7 +55,7 @@ CASES += [
 def test_ranks_send_what_was_predicted(mixer, world_size, overrides):
     """Within 1 %: losses, norms and replicated weights are left out."""
     path = CONFIGS / f"debug_{mixer}.yaml"
-    overrides = [*overrides, "training.global_batch_tokens=1024"]
+    overrides = [*overrides, "training.global_batch_tokens=512"]
     counted = run_on_ranks(world_size, sent_in_a_step, path, overrides)
     predicted = sum(bytes_sent_per_step(load_config(path, overrides), world_size).values())
     assert max(counted) == pytest.approx(predicted, rel=0.01)
