@@ -80,6 +80,9 @@ def run_rank(
     import torch
     import torch.distributed as dist
 
+    from mixtron.megatron_ext import cpu_backend
+
+    cpu_backend.install()  # first: without a GPU it leaves Megatron's compiler out
     from mixtron.launch.loop import train
     from mixtron.launch.setup_run import prepare
 

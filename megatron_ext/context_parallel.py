@@ -61,6 +61,12 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Gather.apply(x, group)  # type: ignore[return-value]
 
 
+def nothing_of(x: Tensor) -> Tensor:
+    """Zeros in whose graph x is, so that no rank's backward leaves its part in an exchange out.
+    Not a product: 0 * inf is NaN."""
+    return x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0.0)
+
+
 class _Pending:
     """A collective under way. It refers to no tensor that autograd tracks: that would be a cycle
     through the graph, and the group would outlive the run."""
@@ -132,20 +138,23 @@ class StateExchange:
     ):
         self.E = transition_BJKE.shape[-1]
         self.group = group
-        self.keeps = (~starts_document).to(transition_BJKE.dtype)
-        own = torch.cat([self.keeps * transition_BJKE, write_BJKV], dim=-1)
+        self.starts_document = starts_document
+        kept_BJKE = transition_BJKE.masked_fill(starts_document, 0.0)
+        own = torch.cat([kept_BJKE, write_BJKV], dim=-1)
         self.pending = _Pending()
         self.travelling = _StartGather.apply(own, group, self.pending)
 
     def state(self) -> Tensor:
-        maps = _EndGather.apply(self.travelling, self.group, self.pending)
+        maps: Tensor = _EndGather.apply(self.travelling, self.group, self.pending)  # type: ignore
+        # Masks, not products: what overflowed in another document must not come in as 0 * inf.
+        maps = maps.masked_fill(self.starts_document, 0.0)
         apply = torch.mul if self.E == 1 else torch.matmul
-        # Every rank's backward takes part in the exchange, also if its state uses nothing of it.
-        state_BJKV = 0 * maps[self.group.rank()][..., self.E :]  # type: ignore[index]
-        for before in range(self.group.rank()):
-            transition, write = maps[before][..., : self.E], maps[before][..., self.E :]  # type: ignore[index]
-            state_BJKV = apply(transition, state_BJKV) + write
-        return self.keeps * state_BJKV
+        state_BJKV = nothing_of(maps[self.group.rank()][..., self.E :])
+        for before in maps[: self.group.rank()]:
+            transition, write = before[..., : self.E], before[..., self.E :]
+            cut = ~transition.flatten(-2).any(-1)[..., None, None]
+            state_BJKV = apply(transition, state_BJKV.masked_fill(cut, 0.0)) + write
+        return state_BJKV
 
 
 def state_before(
@@ -167,4 +176,4 @@ def rows_before(x_TBE: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
         )
     tails = _Gather.apply(x_TBE[-rows:], group)
     rank = group.rank()
-    return tails[rank - 1] if rank else 0 * tails[0]  # type: ignore[index]
+    return tails[rank - 1] if rank else nothing_of(tails[0])  # type: ignore[index]

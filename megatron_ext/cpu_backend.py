@@ -8,6 +8,7 @@ It makes the code that ships run on CPU + gloo. Nothing is patched where a GPU e
 
 import contextlib
 import functools
+from unittest import mock
 
 import torch
 from torch.utils._device import _device_constructors
@@ -23,9 +24,18 @@ def install() -> None:
     if torch.cuda.is_available() or getattr(torch, "_mixtron_cpu_backend", False):
         return
     torch._mixtron_cpu_backend = True
+    _import_without_compiler()
     _patch_devices()
     _patch_random_state()
     _patch_streams()
+
+
+def _import_without_compiler() -> None:
+    """Megatron decorates functions with `torch.compile` when it is imported, which imports the
+    compiler: a fifth of a process's start, and on a CPU none of these functions is called."""
+    with mock.patch.object(torch, "compile", lambda function: function):
+        import megatron.core.jit
+    megatron.core.jit.disable_jit_fuser()
 
 
 def _patch_devices() -> None:

@@ -21,6 +21,9 @@ def main(argv: list[str] | None = None) -> int:
     quiet_libraries()
     import torch
 
+    from mixtron.megatron_ext import cpu_backend
+
+    cpu_backend.install()  # first, as in `train`
     from mixtron.launch.synthetic.suite_run import Worker
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.contract.cases import MIXERS, ONE_RANK, TP2, TP2_SP, Case, Layout
+from tests.contract.cases import MIXER_INDEPENDENT, MIXERS, ONE_RANK, TP2, TP2_SP, Case, Layout
 from tests.contract.checks import (
     check_agrees,
     check_documents_alone,
@@ -45,8 +45,11 @@ def test_leak_over_a_document_boundary(mixer):
         check_documents_alone(leaky)
 
 
-@either_way
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize(
+    ("mixer", "layout"),
+    [(mixer, TP2_SP) for mixer in MIXERS] + [(mixer, TP2) for mixer in MIXER_INDEPENDENT],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_shard_without_megatrons_mark(mixer, layout):
     unmarked = Case(mixer, fault="unmarked shard")
     reference, results = against_one_rank(unmarked, layout)

@@ -16,7 +16,6 @@ from tests.contract.cases import (
     MIXERS,
     PP2,
     PP2_VPP2,
-    TP2_CP2,
     TP2_SP,
     Case,
     Layout,
@@ -36,16 +35,12 @@ def test_packed_ragged_documents(mixer, layout):
     check_agrees(Case(mixer), layout)
 
 
-@pytest.mark.parametrize(
-    ("mixer", "layout"), [p for p in PAIRS if p[1] in (TP2_SP, CP2, TP2_CP2)], ids=name
-)
+@pytest.mark.parametrize(("mixer", "layout"), [p for p in PAIRS if p[1] in (TP2_SP, CP2)], ids=name)
 def test_one_dense_document(mixer, layout):
     check_agrees(Case(mixer, documents=DENSE), layout)
 
 
-@pytest.mark.parametrize(
-    ("mixer", "layout"), [p for p in PAIRS if p[1] in (CP2, CP4, TP2_CP2)], ids=name
-)
+@pytest.mark.parametrize(("mixer", "layout"), [p for p in PAIRS if p[1] in (CP2, CP4)], ids=name)
 def test_documents_that_begin_where_a_context_rank_does(mixer, layout):
     check_agrees(Case(mixer, documents=ALIGNED), layout)
 

@@ -6,6 +6,7 @@ from tests.contract.cases import (
     ALIGNED,
     CP2,
     DP2,
+    MIXER_INDEPENDENT,
     MIXERS,
     ONE_RANK,
     PP2,
@@ -29,24 +30,25 @@ from tests.contract.checks import (
     trained,
 )
 
-STEPS = 20
+STEPS = 8
 
 
 def name(value) -> str:
     return value.name if isinstance(value, Layout) else value
 
 
-LEAK_PAIRS = [
-    (mixer, layout)
-    for mixer in MIXERS
-    for layout in [ONE_RANK, *(x for x in layouts_of(mixer) if x == CP2)]
-]
+SPLIT = [mixer for mixer in MIXERS if CP2 in layouts_of(mixer)]
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_documents_and_the_future_do_not_leak(mixer):
+    check_no_leak(Case(mixer), ONE_RANK)
 
 
 @pytest.mark.parametrize("documents", [RAGGED, ALIGNED], ids=["ragged", "aligned"])
-@pytest.mark.parametrize(("mixer", "layout"), LEAK_PAIRS, ids=name)
-def test_documents_and_the_future_do_not_leak(mixer, layout, documents):
-    check_no_leak(Case(mixer, documents=documents), layout)
+@pytest.mark.parametrize("mixer", SPLIT)
+def test_nothing_leaks_over_context_ranks(mixer, documents):
+    check_no_leak(Case(mixer, documents=documents), CP2)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -81,5 +83,7 @@ def test_checkpoint_changes_tensor_ranks_and_back(mixer, tmp_path):
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_training_goes_on_through_every_layout(mixer, tmp_path):
+    """Stages and data ranks hold whole mixers, whichever they are."""
     context = [layout for layout in layouts_of(mixer) if layout == CP2]
-    check_resume(Case(mixer), [ONE_RANK, TP2, PP2, *context, DP2, ONE_RANK], tmp_path)
+    whole = [PP2, DP2] if mixer in MIXER_INDEPENDENT else []
+    check_resume(Case(mixer), [ONE_RANK, TP2, *whole, *context, ONE_RANK], tmp_path)

@@ -11,19 +11,33 @@ import pickle
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Client
 
 import torch
+import torch._dynamo  # checkpointing imports it
 import torch.distributed as dist
 
-import mixtron.megatron_ext.model
-import mixtron.megatron_ext.optimizer  # noqa: F401  imported before the fork, for all ranks
+from mixtron.megatron_ext import cpu_backend
+
+cpu_backend.install()  # first, as a run does
+
+from megatron.core import parallel_state  # noqa: E402
+
+# Imported before the fork, for all ranks.
+import mixtron.launch.loop  # noqa: E402
+import mixtron.launch.setup_run  # noqa: E402
+import mixtron.megatron_ext.model  # noqa: E402
+import mixtron.megatron_ext.optimizer  # noqa: E402, F401
+from mixtron.megatron_ext.mixers import mixer_configs, mixer_module  # noqa: E402
 
 
 def serve(address: str) -> None:
     """Forks the ranks that it is told to, until the test session closes the connection."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps killed ranks
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test session
+    for mixer in mixer_configs():
+        mixer_module(mixer)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads; a fork would copy only one"
     torch.set_num_threads(1)
@@ -59,7 +73,8 @@ def _run(
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
             )
-            result = function(*args)
+            with _groups_shared():
+                result = function(*args)
             dist.barrier()  # no rank leaves while another still talks to it
             return pickle.dumps((True, result))
         except BaseException:
@@ -68,6 +83,27 @@ def _run(
             faulthandler.cancel_dump_traceback_later()
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _groups_shared() -> Iterator[None]:
+    """Megatron's groups of the same ranks are one, until the world is another: each of some sixty
+    has a thread and a connection to every other rank."""
+    create, found = parallel_state.create_group, {}
+
+    def create_once(ranks, **options):
+        if options.get("backend") == "gloo":  # one that Megatron itself destroys
+            return create(ranks, **options)
+        key = dist.group.WORLD, *ranks
+        if key not in found:
+            found[key] = create(ranks, **options)
+        return found[key]
+
+    parallel_state.create_group = create_once
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 MAX_WORLD_SIZE = 4
-CALLS_A_PROCESS = 8
-"""A gloo world leaves dozens of idle threads behind; fresh processes have none and cost little."""
+CALLS_A_PROCESS = 24
+"""A gloo world leaves idle threads behind; fresh processes have none and cost little."""
 GRACE_S = 2.0
 """How long the other ranks of a failed call may go on: to fail as well, and say why."""
 

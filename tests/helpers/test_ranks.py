@@ -1,13 +1,14 @@
 """The pool that the multi-rank tests stand on: results, tracebacks, hangs, dead processes."""
 
 import os
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.ranks import CALLS_A_PROCESS, RankFailure, run_on_ranks
+from tests.helpers.ranks import CALLS_A_PROCESS, RankFailure, renew_ranks, run_on_ranks
 
 
 def describe(value):
@@ -43,6 +44,16 @@ def test_every_world_size_gives_results_by_rank(world_size, total):
 def test_processes_are_reused_for_a_while():
     ids = [run_on_ranks(1, describe, 0)[0][0] for _ in range(CALLS_A_PROCESS + 1)]
     assert len(set(ids)) == 2
+
+
+def compiler() -> tuple[bool, str]:
+    """Whether it was imported, and where `torch.compile` is from."""
+    return "torch._inductor.compile_fx" in sys.modules, torch.compile.__module__
+
+
+def test_a_rank_has_no_compiler_until_it_asks_for_one():
+    renew_ranks()
+    assert run_on_ranks(1, compiler) == [(False, "torch")]
 
 
 @pytest.mark.parametrize(

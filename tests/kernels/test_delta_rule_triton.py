@@ -1,11 +1,7 @@
 """The Triton form against the recurrence, run by Triton's interpreter: the kernels' arithmetic."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.helpers.interpreter import run_interpreted
 
-ROOT = Path(__file__).parents[2]
 CHECK = """
 import dataclasses
 import torch
@@ -101,11 +97,6 @@ print("checked self-test")
 
 
 def test_interpreted_kernels_equal_the_recurrence():
-    """In a process of its own: the interpreter is chosen when Triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", CHECK]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
     expected = [
         "checked 1 8",
         "checked 65 8",
@@ -117,4 +108,4 @@ def test_interpreted_kernels_equal_the_recurrence():
         *["checked decode"] * 3,
         "checked self-test",
     ]
-    assert done.stdout.splitlines() == expected
+    assert run_interpreted(CHECK) == expected

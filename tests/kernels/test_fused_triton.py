@@ -1,13 +1,8 @@
 """The Triton forms of the small ops against their references, run by Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+from tests.helpers.interpreter import run_interpreted
 from tests.kernels.fused import cases
 
-ROOT = Path(__file__).parents[2]
 CHECK = """
 import torch
 from tests.kernels.fused import cases, results
@@ -26,9 +21,4 @@ for name, case in cases().items():
 
 
 def test_interpreted_kernels_equal_the_references():
-    """In a process of its own: the interpreter is chosen when Triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", CHECK]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == list(cases())
+    assert run_interpreted(CHECK) == list(cases())

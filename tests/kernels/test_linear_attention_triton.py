@@ -1,12 +1,8 @@
 """The Triton forms of linear and log-linear attention against torch's, run by Triton's interpreter:
 the kernels' arithmetic."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.helpers.interpreter import run_interpreted
 
-ROOT = Path(__file__).parents[2]
 CHECK = """
 import dataclasses
 import torch
@@ -70,12 +66,7 @@ print("checked normalised", len(exact))
 
 
 def test_interpreted_kernels_equal_the_chunked_form():
-    """In a process of its own: the interpreter is chosen when Triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", CHECK]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == [
+    assert run_interpreted(CHECK) == [
         "checked head 7",
         "checked channel 7",
         "checked in one scan 7",

@@ -1,11 +1,7 @@
 """The Triton form against the definition, run by Triton's interpreter: the kernels' arithmetic."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.helpers.interpreter import run_interpreted
 
-ROOT = Path(__file__).parents[2]
 CHECK = """
 import torch
 from mixtron.kernels.sd_attention import sd_attention, triton_op
@@ -39,9 +35,4 @@ for lengths, own, others in [
 
 
 def test_interpreted_kernels_equal_the_definition():
-    """In a process of its own: the interpreter is chosen when Triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", CHECK]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == [f"checked {T}" for T in (1, 65, 300, 272)]
+    assert run_interpreted(CHECK) == [f"checked {T}" for T in (1, 65, 300, 272)]

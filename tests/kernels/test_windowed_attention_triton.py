@@ -1,11 +1,7 @@
 """The Triton form against the definition, run by Triton's interpreter: the kernels' arithmetic."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.helpers.interpreter import run_interpreted
 
-ROOT = Path(__file__).parents[2]
 CHECK = """
 import torch
 from mixtron.kernels.windowed_attention import plan_windows, windowed_attention
@@ -135,15 +131,6 @@ for width in (1, K):
         torch.testing.assert_close(found, expected)
     print("checked", width)
 """
-
-
-def run_interpreted(program: str) -> list[str]:
-    """Lines printed by a process of its own: the interpreter is chosen when Triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.splitlines()
 
 
 def test_interpreted_kernels_equal_the_definition():

@@ -27,7 +27,7 @@ from mixtron.launch.checkpoint_folder import check_shared_folder, set_aside_old
 from mixtron.megatron_ext.config import ParallelConfig
 from mixtron.megatron_ext.optimizer_state import STATES
 from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
-from tests.helpers.ranks import RankFailure, run_on_ranks
+from tests.helpers.ranks import RankFailure, renew_ranks, run_on_ranks
 from tests.launch import toy_run
 from tests.launch.toy_run import ToyRun, build
 
@@ -115,12 +115,6 @@ def error_of(function, *args) -> tuple[str, int]:
     raise AssertionError("no CheckpointError")
 
 
-def replace_processes(world_size: int) -> None:
-    """Ends the ranks, so that the next call is answered by new processes."""
-    with pytest.raises(RankFailure):
-        run_on_ranks(world_size, os._exit, 1)
-
-
 def losses(history) -> list[float]:
     return [loss for loss, _ in history]
 
@@ -143,7 +137,7 @@ def losses(history) -> list[float]:
 def test_three_steps_a_new_process_and_three_more_equal_six(tmp_path, world_size, parallel, model):
     expected = run_on_ranks(world_size, straight, parallel, 6, model)
     run_on_ranks(world_size, train_and_save, tmp_path, parallel, 3, model)
-    replace_processes(world_size)
+    renew_ranks()
     continued = run_on_ranks(world_size, resume, tmp_path, parallel, 3, model)
     for (history, sha), (rest, sha_after) in zip(expected, continued, strict=True):
         assert history[3:] == rest

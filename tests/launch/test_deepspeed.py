@@ -125,7 +125,7 @@ WHOLE = ["engine=deepspeed", "deepspeed={zero_stage: 3, pin_memory: false}"]
 )
 def test_an_interrupted_run_is_the_straight_run(corpus, tmp_path, engine):
     """With dropout, on two data ranks: every tensor of the last checkpoints is bit-equal."""
-    engine = [ONE, *engine]
+    engine = [ONE, "training.steps=8", *engine]
     codes, _ = trained_with(corpus, tmp_path / "straight", 2, [(engine, None)])
     stopped, _ = trained_with(corpus, tmp_path / "stopped", 2, [(engine, 5), (engine, None)])
     assert (codes, stopped) == ([0], [75, 0])
@@ -133,7 +133,7 @@ def test_an_interrupted_run_is_the_straight_run(corpus, tmp_path, engine):
 
 
 def assert_same_checkpoint(a: Path, b: Path) -> None:
-    last = "run/checkpoints/step_00000012"
+    last = "run/checkpoints/step_00000008"
     found = compare_tensors(a / last, b / last, lambda names: names)
     assert len(found.equal) > 100
     assert [*found.only_first, *found.only_second, *found.different] == []

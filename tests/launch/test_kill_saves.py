@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +18,9 @@ from tests.helpers.ranks import RankFailure, renew_ranks, run_on_ranks
 from tests.launch.deepspeed_runs import MEGATRON, zero
 from tests.launch.short_runs import run_ranks, trained, write
 
-STEPS = 200
+STEPS_A_KILL = 5
+"""More than a killed run can gain, so that the run outlasts all kills."""
 JOB = [
-    f"training.steps={STEPS}",
     "checkpoint.save_every_steps=1",
     "parallel={tensor: 1}",
     "logging.tensorboard=false",
@@ -40,6 +41,10 @@ def killed(config: str, overrides: list[str], last: int, wait_s: float) -> None:
     trained(config, overrides, None)
 
 
+def test_six_random_kills(corpus, tmp_path):
+    kill_and_compare(corpus, tmp_path, MEGATRON, 6)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
@@ -48,8 +53,13 @@ def killed(config: str, overrides: list[str], last: int, wait_s: float) -> None:
     ids=["megatron", "stage 1", "stage 2", "stage 3"],
 )
 def test_many_random_kills(corpus, tmp_path, engine, kills):
+    kill_and_compare(corpus, tmp_path, engine, kills)
+
+
+def kill_and_compare(corpus: Path, tmp_path: Path, engine: list[str], kills: int) -> None:
     renew_ranks()
-    draw, overrides = random.Random(7), [*JOB, *engine]
+    steps = STEPS_A_KILL * kills
+    draw, overrides = random.Random(7), [*JOB, f"training.steps={steps}", *engine]
     run_dir, straight = tmp_path / "killed/run", write(corpus, tmp_path / "straight")
     config, newest = write(corpus, tmp_path / "killed"), 0
     for kill in range(kills):
@@ -63,7 +73,7 @@ def test_many_random_kills(corpus, tmp_path, engine, kills):
         before, newest = newest, max((checkpoint.step for checkpoint in found), default=0)
         assert newest >= before
         assert last_step(run_dir) - newest <= 1 + asynchronous
-        assert newest < STEPS, "the run ended before all kills: give it more steps"
+        assert newest < steps, "the run ended before all kills: give it more steps"
     ended, expected = (run_ranks(2, path, overrides, None)[0] for path in (config, straight))
     assert ended.code == expected.code == 0, ended.error
     assert history(run_dir) == history(straight.parent / "run")

@@ -8,6 +8,7 @@ from mixtron.launch.config import load_config
 from mixtron.launch.estimate import parameters
 from mixtron.launch.traffic import bytes_sent_per_step, stage_traffic
 from mixtron.megatron_ext.mixers import mixer_configs
+from tests.contract.cases import MIXER_INDEPENDENT
 from tests.helpers.ranks import run_on_ranks
 from tests.launch.counted_traffic import sent_in_a_step
 
@@ -15,8 +16,14 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 LAYOUTS = {
-    "tensor": (2, ["parallel={tensor: 2}"]),
     "sequence": (2, ["parallel={tensor: 2, sequence: true}", "training.recompute=full"]),
+}
+CONTEXT_LAYOUTS = {
+    "context": (2, ["parallel={context: 2}"]),
+    "all": (4, ["parallel={tensor: 2, context: 2}", "training.recompute=full"]),
+}
+ALIKE = {
+    "tensor": (2, ["parallel={tensor: 2}"]),
     "pipeline": (2, ["parallel={pipeline: 2}"]),
     "interleaved": (
         2,
@@ -24,14 +31,16 @@ LAYOUTS = {
     ),
     "data": (2, []),
 }
-CONTEXT_LAYOUTS = {
-    "context": (2, ["parallel={context: 2}"]),
-    "all": (4, ["parallel={tensor: 2, context: 2}", "training.recompute=full"]),
-}
+"""In which a mixer has no part that the others do not show, but for its parameters."""
 CASES = [
     pytest.param(mixer, *layout, id=f"{mixer}-{name}")
     for mixer, config in mixer_configs().items()
     for name, layout in (LAYOUTS | (CONTEXT_LAYOUTS if config.context_parallel else {})).items()
+]
+CASES += [
+    pytest.param(mixer, *layout, id=f"{mixer}-{name}")
+    for mixer in MIXER_INDEPENDENT
+    for name, layout in ALIKE.items()
 ]
 SPLIT = ["parallel={context: 2}", "training.micro_batch_sequences=1"]
 """A document over both ranks, so that mixers may share the work on it out anew."""
@@ -46,7 +55,7 @@ CASES += [
 def test_ranks_send_what_was_predicted(mixer, world_size, overrides):
     """Within 1 %: losses, norms and replicated weights are left out."""
     path = CONFIGS / f"debug_{mixer}.yaml"
-    overrides = [*overrides, "training.global_batch_tokens=1024"]
+    overrides = [*overrides, "training.global_batch_tokens=512"]
     counted = run_on_ranks(world_size, sent_in_a_step, path, overrides)
     predicted = sum(bytes_sent_per_step(load_config(path, overrides), world_size).values())
     assert max(counted) == pytest.approx(predicted, rel=0.01)

@@ -111,6 +111,36 @@ def test_bytes_sent_do_not_depend_on_the_length(ranks):
         assert (found - exact).norm() < 1e-5 * exact.norm()
 
 
+def with_an_overflow(diagonal: bool) -> tuple[list, list]:
+    """The state before each of four ranks, and the gradient of what it wrote.
+
+    Rank 0 overflows, rank 1 begins another document, a third one begins in rank 2 and overflows in
+    rank 3.
+    """
+    import math
+
+    import torch.distributed as dist
+
+    from mixtron.megatron_ext.context_parallel import state_before
+
+    rank = dist.get_rank()
+    transition = torch.full((1, 1, 2, 1 if diagonal else 2), float(rank != 2))
+    write = torch.full((1, 1, 2, 3), math.inf if rank in (0, 3) else 1.0 + rank)
+    transition.requires_grad_(), write.requires_grad_()
+    state = state_before(transition, write, torch.tensor(rank == 1), dist.group.WORLD)
+    gradients = torch.autograd.grad(state.sum(), [transition, write])
+    return state[0, 0, 0].tolist(), [x[0, 0, 0, 0].item() for x in gradients]
+
+
+@pytest.mark.parametrize("diagonal", [True, False])
+def test_an_overflow_stays_in_its_document(diagonal):
+    results = run_on_ranks(4, with_an_overflow, diagonal)
+    assert [state for state, _ in results] == [[0.0] * 3, [0.0] * 3, [2.0] * 3, [3.0] * 3]
+    # Only rank 1's write reaches rank 2, and only rank 2's rank 3.
+    assert [write for _, (_, write) in results] == [0.0, 1.0, 1.0, 0.0]
+    assert [transition for _, (transition, _) in results] == [0.0] * 4
+
+
 def left_behind(backward: bool) -> bool:
     """Whether an exchange outlives its tensors when nobody collects cycles."""
     import gc

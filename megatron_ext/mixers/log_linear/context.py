@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixtron.kernels.log_linear_attention import bits, continue_states
-from mixtron.megatron_ext.context_parallel import gather
+from mixtron.megatron_ext.context_parallel import gather, nothing_of
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def states_before(
     sent = [share.own_nodes if share.goes_on else [] for share in shares]
     # Everyone sends as much as the one that has the most to send, and at least one node.
     nodes_SBJKV = own_BSJKV.transpose(0, 1)
-    nodes_MBJKV = torch.stack([nodes_SBJKV[b] for b in sent[rank]] or [0 * nodes_SBJKV[0]])
+    nodes_MBJKV = torch.stack([nodes_SBJKV[b] for b in sent[rank]] or [nothing_of(nodes_SBJKV[0])])
     missing = max(1, *map(len, sent)) - len(nodes_MBJKV)
     nodes_MBJKV = F.pad(nodes_MBJKV, (0, 0) * 4 + (0, missing))
     gathered = gather(torch.cat([transition_BJKE.flatten(), nodes_MBJKV.flatten()]), group)
@@ -93,4 +93,4 @@ def states_before(
         else:
             states_BSJKV = received_map[1]
     # Every rank's backward takes part in the exchange, also that of a rank that used nothing of it.
-    return states_BSJKV + 0 * gathered[rank].sum()
+    return states_BSJKV + nothing_of(gathered[rank].sum())
