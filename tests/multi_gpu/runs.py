@@ -15,7 +15,7 @@ from tests.helpers.jobs import Job, history, last_step, rows, write_config
 from tests.multi_gpu.cases import Options, Outcome, Values, add
 
 STEPS = 40
-LIMIT_S = {"cuda": 90, "cpu": 600}
+LIMIT_S = {"cuda": 150, "cpu": 600}
 """For a run."""
 STOP_AT = 8
 """The signal is sent when this step is logged; some more go by until it is heard."""
