@@ -10,26 +10,33 @@ class Scalars:
     """Means by name over everything that layers add in a step; of one rank until `means`."""
 
     def __init__(self):
-        self._totals: dict[tuple[str, ...], Tensor] = {}
+        self._totals: dict[tuple[str, ...], tuple[Tensor, Tensor | int]] = {}
 
-    def add(self, names: tuple[str, ...], sums: Tensor, counts: Tensor) -> None:
+    def add(self, names: tuple[str, ...], sums: Tensor, counts: Tensor | int) -> None:
         """Adds to each named mean: the sum over some items, and how many they are, [names] each.
 
-        All ranks of a pipeline stage add the same names in the same order.
+        All ranks of a pipeline stage add the same names in the same order. A count that the host
+        knows stays there: copied to the device in every layer, it would wait for the device.
         """
-        added = torch.stack([sums.detach().double(), counts.double()])
-        self._totals[names] = self._totals[names] + added if names in self._totals else added
+        sums = sums.detach().double()
+        if names in self._totals:
+            earlier_sums, earlier_counts = self._totals[names]
+            sums, counts = earlier_sums + sums, earlier_counts + counts
+        self._totals[names] = sums, counts
 
     def add_mean(self, name: str, values: Tensor) -> None:
         """Adds every element of `values` to one named mean."""
-        count = torch.tensor([values.numel()], device=values.device)
-        self.add((name,), values.detach().sum(dtype=torch.float64)[None], count)
+        total = values.detach().sum(dtype=torch.float64)
+        self.add((name,), total[None], values.numel())
 
     def means(self, groups: ProcessGroupCollection) -> dict[str, float]:
         """Over all ranks, and known to all; names without items are left out. All ranks call it."""
         found: dict[str, float] = {}
         if self._totals:
-            totals = torch.cat(list(self._totals.values()), dim=1)
+            sums, counts = zip(*self._totals.values(), strict=True)
+            known = [torch.as_tensor(x, dtype=torch.float64, device=sums[0].device) for x in counts]
+            counts = [n.expand(len(s)) for s, n in zip(sums, known, strict=True)]
+            totals = torch.stack([torch.cat(sums), torch.cat(counts)])
             dist.all_reduce(totals, group=groups.tp)
             dist.all_reduce(totals, group=groups.dp_cp)
             names = (name for key in self._totals for name in key)
