@@ -25,6 +25,7 @@ from mixtron.kernels.short_convolution import short_convolution_parts
 from mixtron.kernels.swiglu import swiglu
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import rows_before
+from mixtron.megatron_ext.layer_graphs import LayerGraphs
 from mixtron.megatron_ext.parameters import (
     Draw,
     constant,
@@ -88,21 +89,30 @@ def _of_channels(config: TransformerConfig, hidden_size: int, start: float) -> n
 class ResidualLayer(TransformerLayer):
     """h = x + mixer(norm(x)), then h + mlp(norm'(h)); the first sum and the second norm are one op.
 
-    For RMSNorm without dropout, as Megatron's layer computes it.
+    For RMSNorm without dropout, as Megatron's layer computes it. In training, with
+    `training.layer_graphs`, by CUDA graphs.
     """
 
+    graphs: LayerGraphs | None = None
+
     def forward(self, hidden_states: Tensor, packed_seq_params: Batch | None = None, **_):  # type: ignore[override]
-        normed = apply_module(self.input_layernorm)(hidden_states)
-        with self._normed_again(self.input_layernorm, hidden_states, normed):
-            mixed, bias = self.self_attention(normed, packed_seq_params=packed_seq_params)
+        assert packed_seq_params is not None
+        if self.graphs is not None and self.training and torch.is_grad_enabled():
+            return self.graphs.run(self, hidden_states, packed_seq_params), None
+        return self.compute(hidden_states, packed_seq_params), None
+
+    def compute(self, hidden_TBD: Tensor, batch: Batch) -> Tensor:
+        normed = apply_module(self.input_layernorm)(hidden_TBD)
+        with self._normed_again(self.input_layernorm, hidden_TBD, normed):
+            mixed, bias = self.self_attention(normed, packed_seq_params=batch)
         if bias is not None:
             mixed = mixed + bias
         norm: Any = self.pre_mlp_layernorm
-        added, normed = norm(mixed, hidden_states)
+        added, normed = norm(mixed, hidden_TBD)
         with self._normed_again(self.pre_mlp_layernorm, added, normed):
             fed = apply_module(self.mlp)(normed)
         options = (self.training, self.config.bias_dropout_fusion)
-        return self.mlp_bda(*options)(fed, added, self.hidden_dropout), None
+        return self.mlp_bda(*options)(fed, added, self.hidden_dropout)
 
     def _normed_again(self, norm: Any, hidden: Tensor, normed: Tensor):
         if "norm" not in self.config.recomputed:  # type: ignore[attr-defined]

@@ -29,6 +29,16 @@ class Scalars:
         total = values.detach().sum(dtype=torch.float64)
         self.add((name,), total[None], values.numel())
 
+    def add_all(self, other: "Scalars") -> None:
+        """Adds what another has; it may change afterwards."""
+        if not other._totals:
+            return
+        counts = [count for _, count in other._totals.values()]
+        sums = torch.cat([sums for sums, _ in other._totals.values()])
+        parts = sums.split([len(names) for names in other._totals])
+        for names, part, count in zip(other._totals, parts, counts, strict=True):
+            self.add(names, part, count.clone() if isinstance(count, Tensor) else count)
+
     def means(self, groups: ProcessGroupCollection) -> dict[str, float]:
         """Over all ranks, and known to all; names without items are left out. All ranks call it."""
         found: dict[str, float] = {}
