@@ -118,10 +118,10 @@ class LayerGraphs:
             unrecorded = watched(batch, documents)
             input_TBD = hidden_TBD.detach().clone().requires_grad_()
             for layer in self.layers:
-                output_TBD = layer.compute(input_TBD, unrecorded)
-                torch.autograd.grad(
-                    output_TBD, [input_TBD, *layer.parameters()], output_TBD.detach()
-                )
+                with _gradients_elsewhere(layer):
+                    output_TBD = layer.compute(input_TBD, unrecorded)
+                    inputs = [input_TBD, *layer.parameters()]
+                    torch.autograd.grad(output_TBD, inputs, output_TBD.detach())
             del output_TBD
             torch.cuda.synchronize()
             # Other tensors than those before: what is kept of a tensor is then computed anew.
@@ -168,11 +168,15 @@ class RecordedLayer:
     def record_backward(self, gradient_TBD: Tensor, pool, stream) -> None:
         self.gradient_TBD = gradient_TBD
         self.backward = torch.cuda.CUDAGraph()
+        parameters: Any = self.parameters
+        for parameter in parameters:
+            parameter.grad_added_to_main_grad = False
         with _recording(self.backward, pool, stream):
-            inputs = [self.input_TBD, *self.parameters]
+            inputs = [self.input_TBD, *parameters]
             input_gradient, *found = torch.autograd.grad(self.attached_TBD, inputs, gradient_TBD)
-            for parameter, gradient in zip(self.parameters, found, strict=True):
-                parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
+            for parameter, gradient in zip(parameters, found, strict=True):
+                if not parameter.grad_added_to_main_grad:
+                    parameter.main_grad.add_(gradient)
         self.input_gradient_TBD = input_gradient
         del self.attached_TBD
 
@@ -211,6 +215,19 @@ def _recording(graph: torch.cuda.CUDAGraph, pool, stream: torch.cuda.Stream) -> 
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         yield
         graph.capture_end()
+
+
+@contextmanager
+def _gradients_elsewhere(layer: Any) -> Iterator[None]:
+    """Products that add to Megatron's buffers leave them alone."""
+    buffers = {parameter: parameter.main_grad for parameter in layer.parameters()}
+    for parameter, buffer in buffers.items():
+        parameter.main_grad = torch.zeros_like(buffer)
+    try:
+        yield
+    finally:
+        for parameter, buffer in buffers.items():
+            parameter.main_grad = buffer
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mixtron.kernels.norms import add_rms_norm, rms_norm
 from mixtron.kernels.short_convolution import short_convolution_parts
+from mixtron.kernels.split import split, viewed
 from mixtron.kernels.swiglu import swiglu
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import rows_before
@@ -72,8 +73,9 @@ class LayerNorm(nn.Module):
 
 def gated_norm(o_BTJV: Tensor, weight_V: Tensor, eps: float, gate_TBE: Tensor) -> Tensor:
     """RMSNorm of each value head times SiLU(gate), [T, B, J V]."""
-    gate_BTJV = gate_TBE.transpose(0, 1).unflatten(-1, o_BTJV.shape[2:])
-    o_BTJV = rms_norm(o_BTJV, weight_V, eps, gate=gate_BTJV)
+    heads = o_BTJV.shape[2:]
+    gate_BTJV, place = viewed(gate_TBE, lambda x: x.transpose(0, 1).unflatten(-1, heads))
+    o_BTJV = rms_norm(o_BTJV, weight_V, eps, gate=gate_BTJV, gate_place=place)
     # Through reshape for its strides: products of a transposed view go token by token.
     return o_BTJV.flatten(2).transpose(0, 1).reshape(gate_TBE.shape)
 
@@ -240,7 +242,7 @@ class FusedColumnParallel(ColumnParallelLinear):
         """
         output, _ = super().forward(hidden_TBD)
         sizes = self.local_sizes
-        return output.split([sum(sizes[:joined]), *sizes[joined:]], dim=-1)
+        return split(output, [sum(sizes[:joined]), *sizes[joined:]])
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return {

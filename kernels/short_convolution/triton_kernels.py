@@ -95,6 +95,7 @@ def backward_kernel(
     T,
     strip,
     x_row,
+    dx_row,
     dy_row_0,
     dy_row_1,
     dy_row_2,
@@ -158,7 +159,7 @@ def backward_kernel(
         done = t - (W - 1)
         stored_E = inside_E & (done >= start) & (done < T)
         dx_E = finished[W - 1].to(dx.dtype.element_ty)
-        tl.store(dx + tl.maximum(done, 0).to(tl.int64) * COLUMNS, dx_E, stored_E)
+        tl.store(dx + tl.maximum(done, 0).to(tl.int64) * dx_row, dx_E, stored_E)
         dx_WE = (zero_E,) + finished[: W - 1]
     first_part = partial_PEW + tl.program_id(0).to(tl.int64) * COLUMNS * W + column_E * W
     for i in tl.static_range(W):

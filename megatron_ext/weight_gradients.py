@@ -1,0 +1,27 @@
+"""Weights' gradients that matrix products add to Megatron's buffers themselves.
+
+Megatron has this for a CUDA extension that is not used here; torch's product does the same. So a
+gradient is not rounded to the model's dtype, written, read again and added by a kernel of its own.
+"""
+
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import layers as library
+from torch import Tensor, nn
+
+from mixtron.kernels.products import add_product
+
+
+class _Products:
+    """Stands for the extension's module."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(input_TK: Tensor, gradient_TN: Tensor, total_NK: Tensor) -> None:
+        add_product(total_NK, gradient_TN.t(), input_TK)
+
+
+def add_in_products(chunk: nn.Module) -> None:
+    """For the linear layers of a model whose parameters have fp32 buffers (`main_grad`)."""
+    library.fused_weight_gradient_mlp_cuda = _Products  # type: ignore[attr-defined]
+    for module in chunk.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            module.gradient_accumulation_fusion = True
