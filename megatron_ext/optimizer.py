@@ -48,7 +48,8 @@ def wrap_model(
             )
         )
         wrapped[-1].broadcast_params()
-        add_in_products(chunk)
+        if not chunk.config.recomputed:
+            add_in_products(chunk)
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
     if overlap:

@@ -43,10 +43,7 @@ class Scalars:
         """Over all ranks, and known to all; names without items are left out. All ranks call it."""
         found: dict[str, float] = {}
         if self._totals:
-            sums, counts = zip(*self._totals.values(), strict=True)
-            known = [torch.as_tensor(x, dtype=torch.float64, device=sums[0].device) for x in counts]
-            counts = [n.expand(len(s)) for s, n in zip(sums, known, strict=True)]
-            totals = torch.stack([torch.cat(sums), torch.cat(counts)])
+            totals = torch.stack([torch.cat([x for x, _ in self._totals.values()]), self._counts()])
             dist.all_reduce(totals, group=groups.tp)
             dist.all_reduce(totals, group=groups.dp_cp)
             names = (name for key in self._totals for name in key)
@@ -55,4 +52,16 @@ class Scalars:
             stages: list = [None] * groups.pp.size()
             dist.all_gather_object(stages, found, group=groups.pp)
             found = {name: mean for stage in stages for name, mean in stage.items()}
+        return found
+
+    def _counts(self) -> Tensor:
+        """Of all names, fp64; those of the host in one copy."""
+        sums, counts = zip(*self._totals.values(), strict=True)
+        known = [
+            0 if isinstance(n, Tensor) else n for s, n in zip(sums, counts, strict=True) for _ in s
+        ]
+        found = torch.tensor(known, dtype=torch.float64, device=sums[0].device)
+        for own, n in zip(found.split([len(s) for s in sums]), counts, strict=True):
+            if isinstance(n, Tensor):
+                own.copy_(n)
         return found
