@@ -34,7 +34,7 @@ class Batch(PackedSeqParams):
     lengths: list[int]
     """The documents' lengths on the host, without padding. They sum to T."""
     max_seqlen: int
-    """The longest document."""
+    """No document is longer; one of this length there need not be."""
     position_ids: Tensor
     """[T/cp] int64: each local token's position in its document."""
     step: int

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from torch import Tensor
+from torch import Tensor, nn
 
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.errors import ConfigError
@@ -23,7 +23,7 @@ from mixtron.megatron_ext.scalars import Scalars
 
 EAGER_MICRO_BATCHES = 3
 """Before a recording: they compile kernels and let libraries set themselves up."""
-ON_THE_HOST = frozenset({"lengths", "max_seqlen", "rows", "step", "token_kinds"})
+ON_THE_HOST = frozenset({"lengths", "rows", "step", "token_kinds"})
 
 
 class WatchedBatch(Batch):
@@ -38,13 +38,14 @@ class WatchedBatch(Batch):
         return value
 
 
-def watched(batch: Batch, documents: int) -> WatchedBatch:
-    """A copy with tensors of its own, and room for offsets of so many documents."""
+def watched(batch: Batch) -> WatchedBatch:
+    """A copy with tensors of its own, for any documents that fill its rows."""
     made: Any = copy.copy(batch)
     made.__class__ = WatchedBatch
     made.read, made._shared, made.scalars = {}, {}, Scalars()
+    made.max_seqlen = len(batch.position_ids) // batch.rows
     made.position_ids = torch.empty_like(batch.position_ids)
-    made.cu_seqlens = batch.cu_seqlens.new_empty(documents + 1)
+    made.cu_seqlens = torch.empty_like(batch.cu_seqlens)
     take(made, batch)
     return made
 
@@ -112,20 +113,18 @@ class LayerGraphs:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
-        documents = 2 * len(batch.cu_seqlens)
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         with torch.cuda.stream(stream), torch.enable_grad():
-            unrecorded = watched(batch, documents)
+            unrecorded = watched(batch)
             input_TBD = hidden_TBD.detach().clone().requires_grad_()
             for layer in self.layers:
-                with _gradients_elsewhere(layer):
+                with _leaves(layer, scratch=True) as leaves:
                     output_TBD = layer.compute(input_TBD, unrecorded)
-                    inputs = [input_TBD, *layer.parameters()]
-                    torch.autograd.grad(output_TBD, inputs, output_TBD.detach())
-            del output_TBD
+                torch.autograd.grad(output_TBD, [input_TBD, *leaves], output_TBD.detach())
+            del output_TBD, leaves
             torch.cuda.synchronize()
             # Other tensors than those before: what is kept of a tensor is then computed anew.
-            self.batch = watched(batch, documents)
+            self.batch = watched(batch)
             gradient_TBD = torch.zeros_like(hidden_TBD)
             torch.cuda.synchronize()
             with _without_collecting():
@@ -157,28 +156,25 @@ class RecordedLayer:
 
     def __init__(self, graphs: LayerGraphs, layer: Any, input_TBD: Tensor, pool, stream) -> None:
         self.graphs = graphs
-        self.parameters = [p for p in layer.parameters() if p.requires_grad]
+        self.parameters = list(layer.parameters())
         self.bucket_groups = graphs._bucket_groups(self.parameters)
         self.input_TBD = input_TBD
         self.forward = torch.cuda.CUDAGraph()
-        with _recording(self.forward, pool, stream):
+        with _leaves(layer) as self.leaves, _recording(self.forward, pool, stream):
             self.attached_TBD = layer.compute(input_TBD, graphs.batch)
         self.output_TBD = self.attached_TBD.detach()
 
     def record_backward(self, gradient_TBD: Tensor, pool, stream) -> None:
         self.gradient_TBD = gradient_TBD
         self.backward = torch.cuda.CUDAGraph()
-        parameters: Any = self.parameters
-        for parameter in parameters:
-            parameter.grad_added_to_main_grad = False
         with _recording(self.backward, pool, stream):
-            inputs = [self.input_TBD, *parameters]
+            inputs = [self.input_TBD, *self.leaves]
             input_gradient, *found = torch.autograd.grad(self.attached_TBD, inputs, gradient_TBD)
-            for parameter, gradient in zip(parameters, found, strict=True):
-                if not parameter.grad_added_to_main_grad:
-                    parameter.main_grad.add_(gradient)
+            for leaf, gradient in zip(self.leaves, found, strict=True):
+                if not leaf.grad_added_to_main_grad:
+                    leaf.main_grad.add_(gradient)
         self.input_gradient_TBD = input_gradient
-        del self.attached_TBD
+        del self.attached_TBD, self.leaves
 
     def replay_forward(self, input_TBD: Tensor) -> Tensor:
         for group in self.bucket_groups:
@@ -218,16 +214,30 @@ def _recording(graph: torch.cuda.CUDAGraph, pool, stream: torch.cuda.Stream) -> 
 
 
 @contextmanager
-def _gradients_elsewhere(layer: Any) -> Iterator[None]:
-    """Products that add to Megatron's buffers leave them alone."""
-    buffers = {parameter: parameter.main_grad for parameter in layer.parameters()}
-    for parameter, buffer in buffers.items():
-        parameter.main_grad = torch.zeros_like(buffer)
+def _leaves(layer: Any, *, scratch: bool = False) -> Iterator[list[Any]]:
+    """The layer's parameters are tensors of their own in the same memory, with Megatron's marks;
+    their gradients go into its buffers, or if `scratch` nowhere.
+
+    Autograd's nodes of the parameters themselves, which Megatron's hooks hold, belong to the stream
+    that they were made on, and a recording must not wait for another stream than its own.
+    """
+    own = [
+        (m, name, p) for m in layer.modules() for name, p in m._parameters.items() if p is not None
+    ]
+    leaves: list[Any] = []
+    for module, name, parameter in own:
+        leaf: Any = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        leaf.__dict__.update(parameter.__dict__)
+        leaf.grad_added_to_main_grad = False
+        if scratch:
+            leaf.main_grad = torch.zeros_like(leaf.main_grad)
+        module._parameters[name] = leaf
+        leaves.append(leaf)
     try:
-        yield
+        yield leaves
     finally:
-        for parameter, buffer in buffers.items():
-            parameter.main_grad = buffer
+        for module, name, parameter in own:
+            module._parameters[name] = parameter
 
 
 @contextmanager

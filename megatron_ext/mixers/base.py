@@ -23,6 +23,9 @@ class MixerConfig(BaseModel):
     context_parallel: ClassVar[bool] = False
     """Whether the mixer runs with its sequence split over ranks."""
 
+    recordable: ClassVar[bool] = False
+    """Whether a layer launches the same for all batches of a shape (see layer_graphs.py)."""
+
     def for_sequence_length(self, name: str, sequence_length: int) -> Self:
         """The options as they are in a run with samples of this many tokens.
 

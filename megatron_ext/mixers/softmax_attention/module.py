@@ -56,13 +56,15 @@ class Mixer(ShardedModule):
                 "key": side_by_side(k_TGK, batch.lengths),
                 "value": side_by_side(v_TGK, batch.lengths),
             }
+        by_lengths = mixer.kernel == "cudnn" or not q_THK.is_cuda or q_THK.dtype == torch.float32
         o_THK = softmax_attention(
             q_THK,
             k_TGK,
             v_TGK,
-            batch.lengths,
+            batch.lengths if by_lengths else None,
             batch.cu_seqlens,
             scale=mixer.head_dim**-0.5,
+            max_seqlen=batch.max_seqlen,
             window=mixer.window,
             backend=mixer.kernel,
         )
