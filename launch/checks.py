@@ -146,6 +146,8 @@ def check_layer_graphs(config: RunConfig) -> None:
             )
     if config.engine == "deepspeed":
         raise ConfigError(f"{said} is for engine=megatron")
+    if config.training.debug:
+        raise ConfigError(f"{said} leaves training.debug=true nothing to compare; switch one off")
     if model.norm != "rmsnorm" or model.dropout or model.parallel_residual:
         raise ConfigError(
             f"{said} is for layers with model.norm=rmsnorm, without dropout and parallel_residual"

@@ -38,7 +38,8 @@ class Batch(PackedSeqParams):
     position_ids: Tensor
     """[T/cp] int64: each local token's position in its document."""
     step: int
-    """The optimizer step, for mixers that draw something anew at each; see EVALUATION_STEP."""
+    """The optimizer step, for mixers that draw something anew at each; see EVALUATION_STEP. On the
+    device, in an int64 tensor, where layers are recorded (layer_graphs.py)."""
     sequences: int | None = None
     """In how many rows of one length the stream falls, if that is known; each begins a document."""
     context_rank: int = 0

@@ -23,7 +23,7 @@ from mixtron.megatron_ext.scalars import Scalars
 
 EAGER_MICRO_BATCHES = 3
 """Before a recording: they compile kernels and let libraries set themselves up."""
-ON_THE_HOST = frozenset({"lengths", "rows", "step", "token_kinds"})
+ON_THE_HOST = frozenset({"lengths", "rows", "token_kinds"})
 
 
 class WatchedBatch(Batch):
@@ -39,19 +39,21 @@ class WatchedBatch(Batch):
 
 
 def watched(batch: Batch) -> WatchedBatch:
-    """A copy with tensors of its own, for any documents that fill its rows."""
+    """A copy with tensors of its own, for any documents that fill its rows; the step is one too."""
     made: Any = copy.copy(batch)
     made.__class__ = WatchedBatch
     made.read, made._shared, made.scalars = {}, {}, Scalars()
     made.max_seqlen = len(batch.position_ids) // batch.rows
     made.position_ids = torch.empty_like(batch.position_ids)
     made.cu_seqlens = torch.empty_like(batch.cu_seqlens)
+    made.step = torch.empty((), dtype=torch.int64, device=batch.position_ids.device)
     take(made, batch)
     return made
 
 
-def take(made: Batch, batch: Batch) -> None:
+def take(made: Any, batch: Batch) -> None:
     """Copies what the device reads of a batch."""
+    made.step.fill_(batch.step)
     made.position_ids.copy_(batch.position_ids)
     offsets = len(batch.cu_seqlens)
     made.cu_seqlens[:offsets].copy_(batch.cu_seqlens)

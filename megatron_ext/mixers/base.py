@@ -23,9 +23,6 @@ class MixerConfig(BaseModel):
     context_parallel: ClassVar[bool] = False
     """Whether the mixer runs with its sequence split over ranks."""
 
-    recordable: ClassVar[bool] = False
-    """Whether a layer launches the same for all batches of a shape (see layer_graphs.py)."""
-
     def for_sequence_length(self, name: str, sequence_length: int) -> Self:
         """The options as they are in a run with samples of this many tokens.
 
@@ -107,6 +104,11 @@ class MixerConfig(BaseModel):
                 f"parallel.context={context}: mixer {name!r} (type {self.type!r}) has no context "
                 "parallelism; use parallel.context=1"
             )
+
+    @property
+    def recordable(self) -> bool:
+        """Whether a layer launches the same for all batches of a shape (see layer_graphs.py)."""
+        return False
 
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         """Raises ConfigError for a device ("cuda", "cpu") or a precision ("bf16", "fp32") that a

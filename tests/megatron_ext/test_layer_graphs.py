@@ -90,6 +90,7 @@ def test_a_batch_that_a_layer_would_read_otherwise_is_refused():
     [
         (["parallel.tensor=2"], "with parallel.tensor=2: layers are recorded on ranks"),
         (["model.norm=layernorm"], "is for layers with model.norm=rmsnorm"),
+        (["training.debug=true"], "leaves training.debug=true nothing to compare"),
         (["training.recompute=full"], "cannot go with training.recompute=full"),
         (["model.pattern=[fox]", FOX], "mixer 'fox' .type 'fox'. decides on the host"),
     ],

@@ -46,7 +46,6 @@ class Config(MixerConfig):
     on any device, or Triton's, for bf16 on a GPU."""
 
     context_parallel: ClassVar[bool] = True
-    recordable: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _groups(self):
@@ -186,6 +185,10 @@ class Config(MixerConfig):
         require_divisible(name, "heads", self.heads, tensor)
         if self.context_exchange == "heads":
             require_context_divides(name, "heads", self.heads // tensor, tensor, context)
+
+    @property
+    def recordable(self) -> bool:
+        return self.kernel == "triton"
 
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         if self.kernel == "triton":

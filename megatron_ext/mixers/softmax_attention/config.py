@@ -40,7 +40,6 @@ class Config(MixerConfig):
     Triton's. The last two run in bf16 on a GPU, without a window."""
 
     context_parallel: ClassVar[bool] = True
-    recordable: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _groups(self):
@@ -133,6 +132,10 @@ class Config(MixerConfig):
             value = getattr(self, field)
             require_divisible(name, field, value, tensor)
             require_context_divides(name, field, value // tensor, tensor, context)
+
+    @property
+    def recordable(self) -> bool:
+        return True
 
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         if self.kernel != "torch" and (device_type != "cuda" or precision != "bf16"):
