@@ -11,6 +11,7 @@ class Scalars:
 
     def __init__(self):
         self._totals: dict[tuple[str, ...], tuple[Tensor, Tensor | int]] = {}
+        self._reduced: Tensor | None = None
 
     def add(self, names: tuple[str, ...], sums: Tensor, counts: Tensor | int) -> None:
         """Adds to each named mean: the sum over some items, and how many they are, [names] each.
@@ -39,15 +40,21 @@ class Scalars:
         for names, part, count in zip(other._totals, parts, counts, strict=True):
             self.add(names, part, count.clone() if isinstance(count, Tensor) else count)
 
-    def means(self, groups: ProcessGroupCollection) -> dict[str, float]:
-        """Over all ranks, and known to all; names without items are left out. All ranks call it."""
-        found: dict[str, float] = {}
+    def reduce(self, groups: ProcessGroupCollection) -> None:
+        """Launches the sums over ranks, before the step waits for the device. All ranks call it."""
         if self._totals:
-            totals = torch.stack([torch.cat([x for x, _ in self._totals.values()]), self._counts()])
-            dist.all_reduce(totals, group=groups.tp)
-            dist.all_reduce(totals, group=groups.dp_cp)
+            sums = torch.cat([sums for sums, _ in self._totals.values()])
+            self._reduced = torch.stack([sums, self._counts()])
+            dist.all_reduce(self._reduced, group=groups.tp)
+            dist.all_reduce(self._reduced, group=groups.dp_cp)
+
+    def means(self, groups: ProcessGroupCollection) -> dict[str, float]:
+        """Over all ranks, and known to all; names without items are left out. All ranks call it,
+        after `reduce`."""
+        found: dict[str, float] = {}
+        if self._reduced is not None:
             names = (name for key in self._totals for name in key)
-            found = {n: s / c for n, s, c in zip(names, *totals.tolist(), strict=True) if c}
+            found = {n: s / c for n, s, c in zip(names, *self._reduced.tolist(), strict=True) if c}
         if groups.pp.size() > 1:
             stages: list = [None] * groups.pp.size()
             dist.all_gather_object(stages, found, group=groups.pp)
@@ -60,7 +67,7 @@ class Scalars:
         known = [
             0 if isinstance(n, Tensor) else n for s, n in zip(sums, counts, strict=True) for _ in s
         ]
-        found = torch.tensor(known, dtype=torch.float64, device=sums[0].device)
+        found = torch.tensor(known, dtype=torch.float64).to(sums[0].device, non_blocking=True)
         for own, n in zip(found.split([len(s) for s in sums]), counts, strict=True):
             if isinstance(n, Tensor):
                 own.copy_(n)
