@@ -1,6 +1,8 @@
 """A tensor's parts, whose gradients their ops write side by side."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +17,11 @@ def split(x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
     torch joins the gradients of parts by copying them. Here an op may ask `place_of` its argument
     where to write; only what lies elsewhere is copied, and all of it if no op asks.
     """
-    gradient = _Gradient(x.shape, list(widths))
-    parts = _Split.apply(x, gradient)
+    gradient = _Gradient(x.shape, x.dtype, x.device, list(widths))
+    parts: Any = _Split.apply(x, gradient)
     for number, part in enumerate(parts):
-        part.place = lambda number=number, like=part: gradient.part(number, like)
+        # It holds no tensor: a part that held itself would outlive its last use.
+        part.place = partial(gradient.part, number)
     return parts
 
 
@@ -36,13 +39,13 @@ def viewed(part: Tensor, view: Callable[[Tensor], Tensor]) -> tuple[Tensor, Plac
 class _Gradient:
     """Of the whole tensor; there is one from the first op's asking to the end of backward."""
 
-    def __init__(self, shape: torch.Size, widths: list[int]) -> None:
-        self.shape, self.widths = shape, widths
+    def __init__(self, shape: torch.Size, dtype, device, widths: list[int]) -> None:
+        self.shape, self.dtype, self.device, self.widths = shape, dtype, device, widths
         self.whole: Tensor | None = None
 
-    def part(self, number: int, like: Tensor) -> Tensor:
+    def part(self, number: int) -> Tensor:
         if self.whole is None:
-            self.whole = like.new_empty(self.shape)
+            self.whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return self.whole.split(self.widths, dim=-1)[number]
 
 

@@ -1,5 +1,8 @@
 """Parts of a tensor, whose gradients come side by side: as torch's split, wherever they lie."""
 
+import gc
+import weakref
+
 import torch
 
 from mixtron.kernels.split import place_of, split, viewed
@@ -46,3 +49,14 @@ def test_what_an_op_wrote_is_not_copied():
     (gradient,) = torch.autograd.grad(loss, x)
     assert gradient.data_ptr() == written.data_ptr()
     assert gradient.tolist() == [[2, 2, 2, 1, 1]] * 3
+
+
+def test_parts_are_freed_with_their_last_use():
+    gc.disable()
+    try:
+        first, _ = split(torch.randn(3, 5, requires_grad=True), [3, 2])
+        found = weakref.ref(first)
+        del first, _
+        assert found() is None
+    finally:
+        gc.enable()
