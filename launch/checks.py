@@ -142,7 +142,7 @@ def check_layer_graphs(config: RunConfig) -> None:
         if (value := getattr(config.parallel, key)) > 1:
             raise ConfigError(
                 f"{said} with parallel.{key}={value}: layers are recorded on ranks that hold them "
-                f"whole; use parallel.{key}=1"
+                f"whole; use parallel.{key}=1, or training.layer_graphs=false"
             )
     if config.engine == "deepspeed":
         raise ConfigError(f"{said} is for engine=megatron")

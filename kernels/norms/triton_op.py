@@ -11,7 +11,7 @@ from mixtron.kernels.launching import Launched
 from mixtron.kernels.norms.triton_kernels import backward_kernel, forward_kernel
 from mixtron.kernels.split import Place
 
-TILE_ELEMENTS = 4096
+TILE_ELEMENTS = 2048
 MAX_WIDTH = 16384
 STRIPS = 1024
 """Programs of a backward at most; each sums its rows' part of the weight's gradient."""
@@ -96,7 +96,7 @@ def normalise(x, weight_N, gate, eps: float, kind: str, added=None, total=None) 
         *_strides(gate_RJN),
         eps,
         **shape,
-        num_warps=_warps(shape),
+        num_warps=_warps(shape, few=4),
     )
     return y
 
@@ -132,7 +132,7 @@ def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=N
             *_strides(dy_RJN),
             eps,
             **shape,
-            num_warps=_warps(shape),
+            num_warps=_warps(shape, few=2),
         )
     dweight_N = None
     if partial_PN is not None:
@@ -173,5 +173,6 @@ def _shape(x_RJN: Tensor, gate_RJN, weight_N, kind: str, added) -> dict:
     }
 
 
-def _warps(shape: dict) -> int:
-    return 4 if shape["BLOCK_N"] <= TILE_ELEMENTS else 8
+def _warps(shape: dict, *, few: int) -> int:
+    """`few` for a tile of TILE_ELEMENTS; rows that are wider are a tile each."""
+    return few if shape["BLOCK_N"] <= TILE_ELEMENTS else 4 if shape["BLOCK_N"] <= 4096 else 8
