@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import layers as library
 from torch import Tensor, nn
 
 from mixtron.kernels.products import add_product
+from mixtron.megatron_ext.output_layer import OutputLayer
 
 
 class _Products:
@@ -27,5 +28,7 @@ def add_in_products(chunk: nn.Module) -> None:
     """
     library.fused_weight_gradient_mlp_cuda = _Products  # type: ignore[attr-defined]
     for module in chunk.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+        # An output layer's weight may be the embedding's as well, which adds its own gradient.
+        linear = isinstance(module, ColumnParallelLinear | RowParallelLinear)
+        if linear and not isinstance(module, OutputLayer):
             module.gradient_accumulation_fusion = True
