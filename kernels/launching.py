@@ -30,7 +30,7 @@ class Launched:
             self.kernel[grid](*arguments, **constants, num_warps=num_warps)
             return
         device = torch.cuda.current_device()
-        kind = (device, num_warps, *constants.items(), *map(_kind, arguments))
+        kind = (device, num_warps, *constants.items(), *_kinds(arguments))
         known = self.compiled.get(kind)
         if known is None:
             compiled = self.kernel[grid](*arguments, **constants, num_warps=num_warps)
@@ -48,9 +48,14 @@ class Launched:
         )
 
 
-def _kind(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if type(argument) is int:
-        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
-    return type(argument)
+def _kinds(arguments: Sequence[Any]) -> list[Any]:
+    """What Triton would compile anew for, of each argument."""
+    found: list[Any] = []
+    for x in arguments:
+        if type(x) is int:
+            found.append((x == 1) + 2 * (x % 16 == 0) + 4 * (-(2**31) <= x < 2**31))
+        elif isinstance(x, Tensor):
+            found += (x.dtype, x.data_ptr() % 16 == 0)
+        else:
+            found.append(type(x))
+    return found

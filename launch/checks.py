@@ -68,6 +68,7 @@ def check_shape(config: RunConfig) -> None:
         )
     check_engine(config)
     check_recompute(config)
+    check_layer_graphs(config)
     stages = parallel.pipeline * parallel.virtual_pipeline
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError(
@@ -132,6 +133,36 @@ def check_recompute(config: RunConfig) -> None:
         )
 
 
+def check_layer_graphs(config: RunConfig) -> None:
+    """Layers that cannot be recorded."""
+    if not config.training.layer_graphs:
+        return
+    said, model = "training.layer_graphs=true", config.model
+    for key in ("tensor", "context", "pipeline"):
+        if (value := getattr(config.parallel, key)) > 1:
+            raise ConfigError(
+                f"{said} with parallel.{key}={value}: layers are recorded on ranks that hold them "
+                f"whole; use parallel.{key}=1, or training.layer_graphs=false"
+            )
+    if config.engine == "deepspeed":
+        raise ConfigError(f"{said} is for engine=megatron")
+    if config.training.debug:
+        raise ConfigError(f"{said} leaves training.debug=true nothing to compare; switch one off")
+    if model.norm != "rmsnorm" or model.dropout or model.parallel_residual:
+        raise ConfigError(
+            f"{said} is for layers with model.norm=rmsnorm, without dropout and parallel_residual"
+        )
+    if config.training.recompute == "full":
+        raise ConfigError(f"{said} cannot go with training.recompute=full; recompute parts of it")
+    for name in dict.fromkeys(model.layer_mixers):
+        mixer = config.mixers[name]
+        if not mixer.recordable:
+            raise ConfigError(
+                f"{said}: mixer {name!r} (type {mixer.type!r}) decides on the host from each batch "
+                "what to launch"
+            )
+
+
 def check_engine(config: RunConfig) -> None:
     """What DeepSpeed is not given here."""
     if config.engine != "deepspeed":
@@ -157,7 +188,9 @@ def check_engine(config: RunConfig) -> None:
 
 
 def check_device(config: RunConfig, device_type: str) -> None:
-    """What the mixers cannot run on; "cuda" where the device is not known yet."""
+    """What cannot run on a device; "cuda" where it is not known yet."""
+    if config.training.layer_graphs and device_type != "cuda":
+        raise ConfigError(f"training.layer_graphs=true needs a GPU, and this is a {device_type}")
     for name in dict.fromkeys(config.model.layer_mixers):
         config.mixers[name].check_device(name, device_type, config.training.precision)
 

@@ -141,6 +141,9 @@ class TrainingConfig(Section):
     recompute: Recompute = "none"
     """full: keep only each layer's input and run the layer again in backward. A list of parts, of
     which nothing is kept that is cheap to compute: norm, conv (of KLA), mlp_act (SwiGLU)."""
+    layer_graphs: bool = False
+    """Record each layer's forward and backward as CUDA graphs, which cost the host next to nothing:
+    for small micro-batches, on which a GPU waits for the host."""
     seed: Count = 1234
     eval_every_steps: Count = 0
     """0 evaluates only at the end (when there are validation sets)."""

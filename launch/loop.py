@@ -154,6 +154,8 @@ def train_step(run: Run) -> dict[str, float]:
         samples = [run.data.read(entry) for entry in plan[first : first + per_micro]]
         micro_batches.append(collate(samples, step, ranks, scalars))
     totals = run_micro_batches(run.wrapped, config, ranks, micro_batches, train=True)
+    if scalars is not None:
+        scalars.reduce(ranks.groups)
     clip = config.optimizer.clip_grad_norm
     grad_norm, applied = clip_and_step(run.optimizer, clip, totals[0])
     loss_sum, tokens = totals.tolist()

@@ -153,6 +153,9 @@ def _activations(config: RunConfig, world_size: int, stage: int) -> float:
     else:
         per_token = sum(_layer_bytes(config, name) for name in layers)
     per_token *= _passes_in_flight(config, world_size, stage)
+    if config.training.layer_graphs:
+        # A recorded layer writes its input's gradient where the one before it reads it.
+        per_token += len(layers) * _residual_bytes(config)
     if stage == config.parallel.pipeline - 1:
         # The final norm's input, and its output as the loss takes it: of the whole sequence.
         per_token += _norm_bytes(config) - _residual_bytes(config)

@@ -46,6 +46,7 @@ def collate(
         lengths,
         step=step,
         device=ranks.device,
+        sequences=len(samples),
         context_rank=ranks.context_rank,
         context_size=ranks.context_size,
     )

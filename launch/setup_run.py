@@ -33,6 +33,7 @@ from mixtron.launch.self_test import check_kernels
 from mixtron.launch.signals import StopFlag
 from mixtron.megatron_ext.deepspeed_engine import build_deepspeed
 from mixtron.megatron_ext.errors import ConfigError
+from mixtron.megatron_ext.layer_graphs import LayerGraphs
 from mixtron.megatron_ext.model import build_model
 from mixtron.megatron_ext.optimizer import build_optimizer, wrap_model
 from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
@@ -104,6 +105,8 @@ def build_engine(chunks: list, config: RunConfig, ranks: Ranks) -> tuple[list, A
             overlap=config.parallel.overlap,
         )
     wrapped = wrap_model(chunks, config.parallel, ranks)
+    if config.training.layer_graphs:
+        LayerGraphs(wrapped[0])
     bf16 = config.training.precision == "bf16"
     return wrapped, build_optimizer(wrapped, config.optimizer, ranks, bf16=bf16)
 

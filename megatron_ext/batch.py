@@ -34,11 +34,14 @@ class Batch(PackedSeqParams):
     lengths: list[int]
     """The documents' lengths on the host, without padding. They sum to T."""
     max_seqlen: int
-    """The longest document."""
+    """No document is longer; one of this length there need not be."""
     position_ids: Tensor
     """[T/cp] int64: each local token's position in its document."""
     step: int
-    """The optimizer step, for mixers that draw something anew at each; see EVALUATION_STEP."""
+    """The optimizer step, for mixers that draw something anew at each; see EVALUATION_STEP. On the
+    device, in an int64 tensor, where layers are recorded (layer_graphs.py)."""
+    sequences: int | None = None
+    """In how many rows of one length the stream falls, if that is known; each begins a document."""
     context_rank: int = 0
     context_size: int = 1
     cache: Cache | None = None
@@ -66,6 +69,8 @@ class Batch(PackedSeqParams):
         """In how many parts of one length the stream falls that each begin a document, as the
         sequences of a micro-batch do: recurrences may run through them side by side. Context ranks
         have one each."""
+        if self.context_size == 1 and self.sequences is not None:
+            return self.sequences
 
         def count() -> int:
             total, starts = sum(self.lengths), {0, *accumulate(self.lengths)}
@@ -97,6 +102,7 @@ def make_batch(
     *,
     step: int,
     device: torch.device | str,
+    sequences: int | None = None,
     context_rank: int = 0,
     context_size: int = 1,
 ) -> Batch:
@@ -126,6 +132,7 @@ def make_batch(
         max_seqlen=max(lengths),
         position_ids=local.to(device, non_blocking=True),
         step=step,
+        sequences=sequences,
         context_rank=context_rank,
         context_size=context_size,
     )

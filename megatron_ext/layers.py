@@ -22,9 +22,11 @@ from torch import Tensor, nn
 
 from mixtron.kernels.norms import add_rms_norm, rms_norm
 from mixtron.kernels.short_convolution import short_convolution_parts
+from mixtron.kernels.split import split, viewed
 from mixtron.kernels.swiglu import swiglu
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import rows_before
+from mixtron.megatron_ext.layer_graphs import LayerGraphs
 from mixtron.megatron_ext.parameters import (
     Draw,
     constant,
@@ -71,8 +73,9 @@ class LayerNorm(nn.Module):
 
 def gated_norm(o_BTJV: Tensor, weight_V: Tensor, eps: float, gate_TBE: Tensor) -> Tensor:
     """RMSNorm of each value head times SiLU(gate), [T, B, J V]."""
-    gate_BTJV = gate_TBE.transpose(0, 1).unflatten(-1, o_BTJV.shape[2:])
-    o_BTJV = rms_norm(o_BTJV, weight_V, eps, gate=gate_BTJV)
+    heads = o_BTJV.shape[2:]
+    gate_BTJV, place = viewed(gate_TBE, lambda x: x.transpose(0, 1).unflatten(-1, heads))
+    o_BTJV = rms_norm(o_BTJV, weight_V, eps, gate=gate_BTJV, gate_place=place)
     # Through reshape for its strides: products of a transposed view go token by token.
     return o_BTJV.flatten(2).transpose(0, 1).reshape(gate_TBE.shape)
 
@@ -88,21 +91,30 @@ def _of_channels(config: TransformerConfig, hidden_size: int, start: float) -> n
 class ResidualLayer(TransformerLayer):
     """h = x + mixer(norm(x)), then h + mlp(norm'(h)); the first sum and the second norm are one op.
 
-    For RMSNorm without dropout, as Megatron's layer computes it.
+    For RMSNorm without dropout, as Megatron's layer computes it. In training, with
+    `training.layer_graphs`, by CUDA graphs.
     """
 
+    graphs: LayerGraphs | None = None
+
     def forward(self, hidden_states: Tensor, packed_seq_params: Batch | None = None, **_):  # type: ignore[override]
-        normed = apply_module(self.input_layernorm)(hidden_states)
-        with self._normed_again(self.input_layernorm, hidden_states, normed):
-            mixed, bias = self.self_attention(normed, packed_seq_params=packed_seq_params)
+        assert packed_seq_params is not None
+        if self.graphs is not None and self.training and torch.is_grad_enabled():
+            return self.graphs.run(self, hidden_states, packed_seq_params), None
+        return self.compute(hidden_states, packed_seq_params), None
+
+    def compute(self, hidden_TBD: Tensor, batch: Batch) -> Tensor:
+        normed = apply_module(self.input_layernorm)(hidden_TBD)
+        with self._normed_again(self.input_layernorm, hidden_TBD, normed):
+            mixed, bias = self.self_attention(normed, packed_seq_params=batch)
         if bias is not None:
             mixed = mixed + bias
         norm: Any = self.pre_mlp_layernorm
-        added, normed = norm(mixed, hidden_states)
+        added, normed = norm(mixed, hidden_TBD)
         with self._normed_again(self.pre_mlp_layernorm, added, normed):
             fed = apply_module(self.mlp)(normed)
         options = (self.training, self.config.bias_dropout_fusion)
-        return self.mlp_bda(*options)(fed, added, self.hidden_dropout), None
+        return self.mlp_bda(*options)(fed, added, self.hidden_dropout)
 
     def _normed_again(self, norm: Any, hidden: Tensor, normed: Tensor):
         if "norm" not in self.config.recomputed:  # type: ignore[attr-defined]
@@ -230,7 +242,7 @@ class FusedColumnParallel(ColumnParallelLinear):
         """
         output, _ = super().forward(hidden_TBD)
         sizes = self.local_sizes
-        return output.split([sum(sizes[:joined]), *sizes[joined:]], dim=-1)
+        return split(output, [sum(sizes[:joined]), *sizes[joined:]])
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return {

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mixtron.megatron_ext.config import OptimizerConfig, ParallelConfig
 from mixtron.megatron_ext.parallel import Ranks
+from mixtron.megatron_ext.weight_gradients import add_in_products
 
 
 def wrap_model(
@@ -47,6 +48,8 @@ def wrap_model(
             )
         )
         wrapped[-1].broadcast_params()
+        if not chunk.config.recomputed:
+            add_in_products(chunk)
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
     if overlap:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mixtron.kernels.linear_cross_entropy.chunk import logit_gradients, logit_statistics
+from mixtron.kernels.products import add_product
 from mixtron.kernels.triton_tools import Form, form_for
 
 CHUNK_LOGITS = 2**27
@@ -83,14 +84,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits_CV = hidden_CD @ weight_VD.t()
             dlogits_CV = logit_gradients(logits_CV, label_C, lse_C, dloss_C, used, form)
             torch.matmul(dlogits_CV, weight_VD, out=dhidden_CD)
-            dweight_VD = _plus_product(dweight_VD, dlogits_CV.t(), hidden_CD)
+            add_product(dweight_VD, dlogits_CV.t(), hidden_CD)
         return dhidden_TD, dweight_VD.to(weight_VD.dtype), None, None, None, None, None
-
-
-def _plus_product(sum_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> Tensor:
-    """sum + a b, in the sum's dtype; the product too where the device's library gives it so."""
-    if a_VC.dtype == sum_VD.dtype:
-        return torch.addmm(sum_VD, a_VC, b_CD)
-    if a_VC.is_cuda:
-        return torch.addmm(sum_VD, a_VC, b_CD, out_dtype=sum_VD.dtype)
-    return sum_VD + (a_VC @ b_CD).to(sum_VD.dtype)

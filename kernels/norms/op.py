@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixtron.kernels.norms.triton_op import add_norm_triton, norm_triton
+from mixtron.kernels.split import Place
 from mixtron.kernels.triton_tools import Form, form_for
 
 
@@ -14,6 +15,7 @@ def rms_norm(
     eps: float,
     *,
     gate: Tensor | None = None,
+    gate_place: Place | None = None,
     backend: Form | None = None,
 ) -> Tensor:
     """x / rms(x) * weight over the last dimension; with a gate, times SiLU(gate).
@@ -22,6 +24,7 @@ def rms_norm(
         x         [..., N]  bf16, fp16 or fp32 (torch's form also fp64); fp32 inside.
         weight_N  [N]
         gate      [..., N]  of x's shape; it and x may be views with strides of their own.
+        gate_place  where Triton's form writes the gate's gradient (kernels/split.py).
         backend   torch or triton; None: triton on a GPU, torch elsewhere.
     Returns:
         [..., N] in x's dtype. Triton's form keeps x, weight and gate for backward and nothing else.
@@ -32,7 +35,7 @@ def rms_norm(
         shapes = [list(t.shape) for t in (x, weight_N, gate) if t is not None]
         raise ValueError(f"x, weight and gate do not fit: {shapes}")
     if form_for(x, backend) == "triton":
-        return norm_triton(x, weight_N, gate, eps, "rms")
+        return norm_triton(x, weight_N, gate, eps, "rms", gate_place)
     y = F.rms_norm(x, weight_N.shape, weight_N, eps)
     return y if gate is None else y * F.silu(gate)
 

@@ -93,6 +93,8 @@ def backward_kernel(
     x_row,
     gate_group,
     gate_row,
+    dgate_group,
+    dgate_row,
     dy_group,
     dy_row,
     eps,
@@ -128,7 +130,8 @@ def backward_kernel(
             sigmoid_RN = tl.sigmoid(z_RN)
             slope_RN = sigmoid_RN * (1 + z_RN * (1 - sigmoid_RN))
             dz_RN = dy_RN * unit_RN * w_N[None, :] * slope_RN
-            tl.store(dgate + out, dz_RN.to(dgate.dtype.element_ty), inside_RN)
+            own = _base(row_R, dgate_group, dgate_row, J)[:, None] + column_N[None, :]
+            tl.store(dgate + own, dz_RN.to(dgate.dtype.element_ty), inside_RN)
             dy_RN = dy_RN * z_RN * sigmoid_RN
         if WEIGHTED:
             dw_N += tl.sum(dy_RN * unit_RN, 0)

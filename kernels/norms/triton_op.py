@@ -9,8 +9,9 @@ from torch import Tensor
 
 from mixtron.kernels.launching import Launched
 from mixtron.kernels.norms.triton_kernels import backward_kernel, forward_kernel
+from mixtron.kernels.split import Place
 
-TILE_ELEMENTS = 4096
+TILE_ELEMENTS = 2048
 MAX_WIDTH = 16384
 STRIPS = 1024
 """Programs of a backward at most; each sums its rows' part of the weight's gradient."""
@@ -20,12 +21,17 @@ forward_rows, backward_rows = Launched(forward_kernel), Launched(backward_kernel
 
 
 def norm_triton(
-    x: Tensor, weight_N: Tensor | None, gate: Tensor | None, eps: float, kind: str
+    x: Tensor,
+    weight_N: Tensor | None,
+    gate: Tensor | None,
+    eps: float,
+    kind: str,
+    gate_place: Place | None = None,
 ) -> Tensor:
     """`rms_norm` (kind rms) or `unit_norm` (kind unit). Raises ValueError for too wide rows."""
     if x.shape[-1] > MAX_WIDTH:
         raise ValueError(f"x {list(x.shape)}: the triton form takes rows up to {MAX_WIDTH} wide")
-    return _Norm.apply(x, weight_N, gate, eps, kind)  # type: ignore[return-value]
+    return _Norm.apply(x, weight_N, gate, eps, kind, gate_place)  # type: ignore[return-value]
 
 
 def add_norm_triton(x: Tensor, added: Tensor, weight_N: Tensor, eps: float) -> tuple:
@@ -37,14 +43,19 @@ def add_norm_triton(x: Tensor, added: Tensor, weight_N: Tensor, eps: float) -> t
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight_N, gate, eps, kind):
+    def forward(ctx, x, weight_N, gate, eps, kind, gate_place):
         ctx.save_for_backward(x, weight_N, gate)
-        ctx.eps, ctx.kind = eps, kind
+        ctx.eps, ctx.kind, ctx.gate_place = eps, kind, gate_place
         return normalise(x, weight_N, gate, eps, kind)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
-        return *gradients(*ctx.saved_tensors, dy, ctx.eps, ctx.kind), None, None
+        x, weight_N, gate = ctx.saved_tensors
+        dgate = None if gate is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if ctx.gate_place is not None:
+            dgate = ctx.gate_place()
+        found = gradients(x, weight_N, gate, dy, ctx.eps, ctx.kind, dgate=dgate)
+        return *found, dgate, None, None, None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -60,7 +71,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx, dtotal, dy):  # type: ignore[override]
         total, weight_N = ctx.saved_tensors
         dtotal = dtotal.contiguous()
-        dx, dweight_N, _ = gradients(total, weight_N, None, dy, ctx.eps, "rms", dtotal)
+        dx, dweight_N = gradients(total, weight_N, None, dy, ctx.eps, "rms", dtotal)
         return dx, dx, dweight_N, None
 
 
@@ -85,15 +96,14 @@ def normalise(x, weight_N, gate, eps: float, kind: str, added=None, total=None) 
         *_strides(gate_RJN),
         eps,
         **shape,
-        num_warps=_warps(shape),
+        num_warps=_warps(shape, few=4),
     )
     return y
 
 
-def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None) -> tuple:
-    """Of x, the weight and the gate; None where they are."""
+def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=None) -> tuple:
+    """Of x and the weight (None without); fills `dgate` where there is a gate."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dgate = None if gate is None else torch.empty_like(dx)
     x_RJN, gate_RJN, dy_RJN = _rows(x), _rows(gate), _rows(dy)
     shape = _shape(x_RJN, gate_RJN, weight_N, kind, dtotal)
     rows = x_RJN.shape[0] * x_RJN.shape[1]
@@ -118,15 +128,16 @@ def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None) -> tupl
             strip,
             *_strides(x_RJN),
             *_strides(gate_RJN),
+            *_strides(_rows(dgate)),
             *_strides(dy_RJN),
             eps,
             **shape,
-            num_warps=_warps(shape),
+            num_warps=_warps(shape, few=2),
         )
     dweight_N = None
     if partial_PN is not None:
         dweight_N = partial_PN.sum(0).to(weight_N.dtype)
-    return dx, dweight_N, dgate
+    return dx, dweight_N
 
 
 def _rows(x: Tensor | None) -> Tensor | None:
@@ -162,5 +173,6 @@ def _shape(x_RJN: Tensor, gate_RJN, weight_N, kind: str, added) -> dict:
     }
 
 
-def _warps(shape: dict) -> int:
-    return 4 if shape["BLOCK_N"] <= TILE_ELEMENTS else 8
+def _warps(shape: dict, *, few: int) -> int:
+    """`few` for a tile of TILE_ELEMENTS; rows that are wider are a tile each."""
+    return few if shape["BLOCK_N"] <= TILE_ELEMENTS else 4 if shape["BLOCK_N"] <= 4096 else 8

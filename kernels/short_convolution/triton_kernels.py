@@ -95,6 +95,7 @@ def backward_kernel(
     T,
     strip,
     x_row,
+    dx_row,
     dy_row_0,
     dy_row_1,
     dy_row_2,
@@ -109,56 +110,54 @@ def backward_kernel(
     """A walk over `strip` tokens of BLOCK_E columns, and W - 1 tokens on: dx of the strip's tokens
     and their part of dw.
 
-    At token t the last W inputs and the unfinished dx of their tokens are in registers, the newest
-    one first; each row of x and dy is read once, one token ahead.
+    At token t the last W inputs of its document and the unfinished dx of their tokens are in
+    registers, the newest one first; each row of x and dy is read once, one token ahead.
     """
     start = tl.program_id(0) * strip
     first = tl.program_id(1) * BLOCK_E
     column_E = first + tl.arange(0, BLOCK_E)
     channel_E, inside_E = column_E % E, column_E < COLUMNS
     number, part_start, _ = _part(first, END_0, END_1, COLUMNS)
-    own_E = first - part_start + tl.arange(0, BLOCK_E)
+    dy = tl.where(number == 2, dy_2, tl.where(number == 1, dy_1, dy_0))
+    dy_row = tl.where(number == 2, dy_row_2, tl.where(number == 1, dy_row_1, dy_row_0))
     x += column_E
     dx += column_E
-    dy_0 += own_E
-    dy_1 += own_E
-    dy_2 += own_E
+    dy += first - part_start + tl.arange(0, BLOCK_E)
     zero_E = tl.zeros([BLOCK_E], tl.float32)
+    before = tl.load(position_T + tl.maximum(start - 1, 0))
     w_WE, x_WE, dx_WE, dw_WE = (), (), (), ()
     for i in tl.static_range(W):
         w_WE += (_weights(weight_EW, channel_E, i, W, inside_E),)
-        x_WE += (_row(x, start - 1 - i, x_row, T, inside_E).to(tl.float32),)
+        x_WE += (_row(x, start - 1 - i, x_row, T, inside_E & (before >= i)).to(tl.float32),)
         dx_WE += (zero_E,)
         dw_WE += (zero_E,)
     x_E = _row(x, start, x_row, T, inside_E)
-    dy_E = _row(dy_0, start, dy_row_0, T, inside_E & (number == 0))
-    dy_E += _row(dy_1, start, dy_row_1, T, inside_E & (number == 1))
-    dy_E += _row(dy_2, start, dy_row_2, T, inside_E & (number == 2))
+    dy_E = _row(dy, start, dy_row, T, inside_E)
     for t in range(start, start + strip + W - 1):
         position = tl.load(position_T + t, t < T, -1)
-        x_WE = (x_E.to(tl.float32),) + x_WE[: W - 1]
+        earlier = ()
+        for i in tl.static_range(W - 1):
+            earlier += (tl.where(position == 0, 0.0, x_WE[i]),)
+        x_WE = (x_E.to(tl.float32),) + earlier
         dz_E = dy_E.to(tl.float32)
-        ahead = t + 1
-        x_E = _row(x, ahead, x_row, T, inside_E)
-        dy_E = _row(dy_0, ahead, dy_row_0, T, inside_E & (number == 0))
-        dy_E += _row(dy_1, ahead, dy_row_1, T, inside_E & (number == 1))
-        dy_E += _row(dy_2, ahead, dy_row_2, T, inside_E & (number == 2))
+        x_E = _row(x, t + 1, x_row, T, inside_E)
+        dy_E = _row(dy, t + 1, dy_row, T, inside_E)
         if SILU:
-            z_E = zero_E
-            for i in tl.static_range(W):
-                z_E += tl.where((position >= i) & (t >= i), w_WE[i] * x_WE[i], 0.0)
+            z_E = w_WE[0] * x_WE[0]
+            for i in tl.static_range(1, W):
+                z_E += w_WE[i] * x_WE[i]
             sigmoid_E = tl.sigmoid(z_E)
             dz_E = dz_E * sigmoid_E * (1 + z_E * (1 - sigmoid_E))
+        own_dz_E = tl.where(t < start + strip, dz_E, 0.0)
         finished, reached, summed = (), dx_WE, ()
         for i in tl.static_range(W):
-            reaches_E = tl.where((position >= i) & (t >= i), dz_E, 0.0)
-            finished += (reached[i] + w_WE[i] * reaches_E,)
-            summed += (dw_WE[i] + tl.where(t < start + strip, x_WE[i] * reaches_E, 0.0),)
+            finished += (reached[i] + w_WE[i] * tl.where(position >= i, dz_E, 0.0),)
+            summed += (dw_WE[i] + x_WE[i] * own_dz_E,)
         dw_WE = summed
         done = t - (W - 1)
         stored_E = inside_E & (done >= start) & (done < T)
         dx_E = finished[W - 1].to(dx.dtype.element_ty)
-        tl.store(dx + tl.maximum(done, 0).to(tl.int64) * COLUMNS, dx_E, stored_E)
+        tl.store(dx + tl.maximum(done, 0).to(tl.int64) * dx_row, dx_E, stored_E)
         dx_WE = (zero_E,) + finished[: W - 1]
     first_part = partial_PEW + tl.program_id(0).to(tl.int64) * COLUMNS * W + column_E * W
     for i in tl.static_range(W):

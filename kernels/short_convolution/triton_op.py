@@ -16,6 +16,7 @@ from mixtron.kernels.short_convolution.triton_kernels import (
     backward_kernel,
     forward_kernel,
 )
+from mixtron.kernels.split import place_of
 
 MAX_PARTS = 3
 SHORTEST_STRIP = 32
@@ -57,13 +58,14 @@ class _ShortConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TBE, weight_EW, position_T, widths, silu):
         ctx.save_for_backward(x_TBE, weight_EW, position_T)
-        ctx.options = widths, silu
+        ctx.options, ctx.place = (widths, silu), place_of(x_TBE)
         return convolve(x_TBE, weight_EW, position_T, widths, silu, FORWARD)
 
     @staticmethod
     def backward(ctx, *dys):  # type: ignore[override]
         x_TBE, weight_EW, position_T = ctx.saved_tensors
-        grads = gradients(x_TBE, weight_EW, position_T, dys, *ctx.options, BACKWARD)
+        dx_TBE = None if ctx.place is None else ctx.place()
+        grads = gradients(x_TBE, weight_EW, position_T, dys, *ctx.options, BACKWARD, dx_TBE=dx_TBE)
         return *grads, None, None, None
 
 
@@ -89,9 +91,17 @@ def convolve(x_TBE, weight_EW, position_T, widths, silu: bool, launch: Launch) -
 
 
 def gradients(
-    x_TBE, weight_EW, position_T, dys, widths, silu: bool, launch: Launch, strips: int = STRIPS
+    x_TBE,
+    weight_EW,
+    position_T,
+    dys,
+    widths,
+    silu: bool,
+    launch: Launch,
+    strips: int = STRIPS,
+    dx_TBE: Tensor | None = None,
 ):
-    """The gradients of x and the weight from those of the parts."""
+    """The gradients of x, written into `dx_TBE` if it is given, and the weight from the parts'."""
     x_TE = _columns(x_TBE)
     T = x_TE.shape[0]
     parts = _three([_columns(dy) for dy in dys])
@@ -99,7 +109,8 @@ def gradients(
     del shape["BLOCK_T"]
     strip = max(triton.cdiv(T, strips), SHORTEST_STRIP)
     programs = triton.cdiv(T, strip)
-    dx_TBE = torch.empty(x_TBE.shape, dtype=x_TBE.dtype, device=x_TBE.device)
+    if dx_TBE is None:
+        dx_TBE = torch.empty(x_TBE.shape, dtype=x_TBE.dtype, device=x_TBE.device)
     partial_PEW = x_TBE.new_empty(
         programs, *x_TE.shape[1:], weight_EW.shape[1], dtype=torch.float32
     )
@@ -114,6 +125,7 @@ def gradients(
         T,
         strip,
         x_TE.stride(0),
+        dx_TBE.stride(0),
         *(part.stride(0) for part in parts),
         SILU=silu,
         **shape,

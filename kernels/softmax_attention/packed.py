@@ -17,10 +17,11 @@ def softmax_attention(
     q_THK: Tensor,
     k_TGK: Tensor,
     v_TGK: Tensor,
-    lengths: list[int],
+    lengths: list[int] | None,
     cu_seqlens: Tensor,
     *,
     scale: float,
+    max_seqlen: int | None = None,
     window: int | None = None,
     backend: Backend = "torch",
 ) -> Tensor:
@@ -30,8 +31,10 @@ def softmax_attention(
         q_THK       [T, H, K]  H query heads, a multiple of G.
         k_TGK       [T, G, K]  query head h reads key/value head h // (H/G).
         v_TGK       [T, G, K]
-        lengths     the documents' lengths on the host; they sum to T.
+        lengths     the documents' lengths on the host; they sum to T. None on a GPU, for backends
+                    torch and triton, which need no more than `max_seqlen`.
         cu_seqlens  [N+1] int32 on the device, may be padded by repeating T.
+        max_seqlen  at least the longest document's length, where `lengths` are not given.
         window      a token attends this many tokens, itself included; None is all.
         backend     torch: on a GPU in bf16 and fp16 FlashAttention-2 over all documents at once,
                     otherwise scaled_dot_product_attention, document by document. cudnn: cuDNN's
@@ -43,15 +46,18 @@ def softmax_attention(
     Raises:
         ValueError: shapes that do not fit, or what a backend does not take.
     """
-    if q_THK.shape[0] != sum(lengths) or q_THK.shape[1] % k_TGK.shape[1]:
+    tokens = len(q_THK) if lengths is None else sum(lengths)
+    if q_THK.shape[0] != tokens or q_THK.shape[1] % k_TGK.shape[1]:
         raise ValueError(
-            f"q {list(q_THK.shape)} and k {list(k_TGK.shape)} do not fit {sum(lengths)} tokens"
+            f"q {list(q_THK.shape)} and k {list(k_TGK.shape)} do not fit {tokens} tokens"
         )
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r}, expected one of {', '.join(get_args(Backend))}")
     if backend != "torch" and window is not None:
         raise ValueError(f"window={window}: backend {backend!r} takes none")
-    longest = max(lengths)
+    longest = max_seqlen if lengths is None else max(lengths)
+    if longest is None:
+        raise ValueError("either lengths or max_seqlen is needed")
     if backend == "triton":
         batched = (x.unsqueeze(0) for x in (q_THK, k_TGK, v_TGK))
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": longest, "backend": "triton"}
@@ -63,7 +69,7 @@ def softmax_attention(
         groups = q_THK.shape[1] // k_TGK.shape[1]
         if groups > 1:
             k_TGK, v_TGK = (x.repeat_interleave(groups, dim=1) for x in (k_TGK, v_TGK))
-        if backend == "cudnn" and longest == min(lengths):
+        if backend == "cudnn" and lengths is not None and longest == min(lengths):
             return _cudnn(q_THK, k_TGK, v_TGK, len(lengths), scale)
         left = -1 if window is None else window - 1
         return varlen_attn(  # type: ignore[return-value]
@@ -76,6 +82,10 @@ def softmax_attention(
             longest,
             scale=scale,
             window_size=(left, 0),
+        )
+    if lengths is None:
+        raise ValueError(
+            f"q is {q_THK.dtype} on {q_THK.device}: without lengths nothing runs there"
         )
     parts = (x.split(lengths) for x in (q_THK, k_TGK, v_TGK))
     return torch.cat([_document(q, k, v, scale, window) for q, k, v in zip(*parts, strict=True)])

@@ -9,31 +9,36 @@ import triton.language as tl
 from torch import Tensor
 
 from mixtron.kernels.launching import Launched
+from mixtron.kernels.split import Place
 
 BLOCK_TOKENS = 16
 
 
-def rope_triton(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+def rope_triton(
+    x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor, place: Place | None = None
+) -> Tensor:
     """Arguments and result of `apply_rope`; x may be a slice of wider rows."""
-    return _Rope.apply(x_THK, cos_TR, sin_TR)  # type: ignore[return-value]
+    return _Rope.apply(x_THK, cos_TR, sin_TR, place)  # type: ignore[return-value]
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_THK, cos_TR, sin_TR):
+    def forward(ctx, x_THK, cos_TR, sin_TR, place):
         ctx.save_for_backward(cos_TR, sin_TR)
-        return _rotate(x_THK, cos_TR, sin_TR, 1.0)
+        ctx.place = place
+        return _rotate(x_THK, cos_TR, sin_TR, 1.0, x_THK.new_empty(x_THK.shape))
 
     @staticmethod
     def backward(ctx, dy_THK):  # type: ignore[override]
-        return _rotate(dy_THK, *ctx.saved_tensors, -1.0), None, None
+        dx_THK = dy_THK.new_empty(dy_THK.shape) if ctx.place is None else ctx.place()
+        return _rotate(dy_THK, *ctx.saved_tensors, -1.0, dx_THK), None, None, None
 
 
-def _rotate(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: float) -> Tensor:
+def _rotate(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: float, y_THK: Tensor) -> Tensor:
+    """Fills y, whose heads are dense, and gives it back."""
     if x_THK.stride(2) != 1:
         x_THK = x_THK.contiguous()
     T, H, K = x_THK.shape
-    y_THK = torch.empty(x_THK.shape, dtype=x_THK.dtype, device=x_THK.device)
     rotate(
         (triton.cdiv(T, BLOCK_TOKENS),),
         x_THK,
@@ -43,6 +48,7 @@ def _rotate(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor, sign: float) -> Tenso
         T,
         x_THK.stride(0),
         x_THK.stride(1),
+        y_THK.stride(0),
         sign,
         H=H,
         R=K // 2,
@@ -62,6 +68,7 @@ def rope_kernel(
     T,
     x_token,
     x_head,
+    y_token,
     sign,
     H: tl.constexpr,
     R: tl.constexpr,
@@ -79,7 +86,7 @@ def rope_kernel(
         source = x + t_T[:, None] * x_token + h * x_head + r_R[None, :]
         first = tl.load(source, inside_TR, 0.0).to(tl.float32)
         second = tl.load(source + R, inside_TR, 0.0).to(tl.float32)
-        target = y + (t_T[:, None] * H + h) * 2 * R + r_R[None, :]
+        target = y + t_T[:, None] * y_token + h * 2 * R + r_R[None, :]
         low, high = first * cos - second * sin, second * cos + first * sin
         tl.store(target, low.to(y.dtype.element_ty), inside_TR)
         tl.store(target + R, high.to(y.dtype.element_ty), inside_TR)

@@ -56,7 +56,7 @@ def document_permutation(
     tokens: int,
     *,
     seed: int,
-    step: int,
+    step: int | Tensor,
     layer: int,
     backend: Backend = "tiled",
 ) -> Tensor:
@@ -84,11 +84,12 @@ def document_permutations(
     tokens: int,
     *,
     seed: int,
-    step: int,
+    step: int | Tensor,
     layers: range,
     backend: Backend = "tiled",
 ) -> Tensor:
-    """Those of several layers, [L, T] int64, in the time that one takes on a GPU.
+    """Those of several layers, [L, T] int64, in the time that one takes on a GPU. The step may be
+    an int64 on the device, of no dimension.
 
     Its few sorts of some ten thousand numbers take as long as sorts of a million.
     """
@@ -102,11 +103,13 @@ def document_permutations(
     return by_document_S.view(len(layers), tokens) - first_L1
 
 
-def random_keys(start_T: Tensor, end_T: Tensor, seed: int, step: int, layers: range) -> Tensor:
+def random_keys(
+    start_T: Tensor, end_T: Tensor, seed: int, step: int | Tensor, layers: range
+) -> Tensor:
     """[L, T] int64: what the tokens of a document are sorted by."""
     token_T = torch.arange(len(start_T), device=start_T.device)
     layer_L1 = torch.arange(layers.start, layers.stop, device=start_T.device)[:, None]
-    counter = [token_T - start_T, end_T - start_T, torch.full_like(token_T, step), layer_L1]
+    counter = [token_T - start_T, end_T - start_T, torch.zeros_like(token_T) + step, layer_L1]
     low, high, *_ = philox_4x32(counter, (seed & LOW, (seed >> 32) & LOW))
     return (high << 32) | low
 

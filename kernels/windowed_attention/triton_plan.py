@@ -18,23 +18,40 @@ NOTHING = tl.constexpr(2**31 - 1)
 """Of plan.py."""
 
 
-def random_keys(start_T: Tensor, end_T: Tensor, seed: int, step: int, layers: range) -> Tensor:
+def random_keys(
+    start_T: Tensor, end_T: Tensor, seed: int, step: int | Tensor, layers: range
+) -> Tensor:
     """[L, T] int64: two words of Philox-4x32-10 for each token, as permutation.py has them."""
     if not (start_T.is_cuda or INTERPRETED):
         raise ValueError(f"cu_seqlens is on {start_T.device}: backend='triton' plans on a GPU")
     T = len(start_T)
     key_LT = start_T.new_empty(len(layers), T)
-    words = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, step, layers.start]
+    on_device = isinstance(step, Tensor)
+    words = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, 0 if on_device else step, layers.start]
     # As signed 32-bit numbers, so that a large one is not another type.
-    words = [word - (1 << 32) if word >= 1 << 31 else word for word in words]
-    _keys_kernel[(triton.cdiv(T, KEYS), len(layers))](start_T, end_T, key_LT, *words, T, C=KEYS)
+    low, high, number, layer = (w - (1 << 32) if w >= 1 << 31 else w for w in words)
+    step = step if on_device else number
+    options = {"C": KEYS, "STEP_ON_DEVICE": on_device}
+    grid = (triton.cdiv(T, KEYS), len(layers))
+    _keys_kernel[grid](start_T, end_T, key_LT, low, high, step, layer, T, **options)
     return key_LT
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "step", "first_layer", "T"])
 def _keys_kernel(
-    start_T, end_T, key_LT, seed_low, seed_high, step, first_layer, T, C: tl.constexpr
-):  # fmt: skip
+    start_T,
+    end_T,
+    key_LT,
+    seed_low,
+    seed_high,
+    step,
+    first_layer,
+    T,
+    C: tl.constexpr,
+    STEP_ON_DEVICE: tl.constexpr,
+):
+    if STEP_ON_DEVICE:
+        step = tl.load(step)
     t_C = tl.program_id(0) * C + tl.arange(0, C)
     start_C = tl.load(start_T + t_C, t_C < T, 0)
     c0 = (t_C - start_C).to(tl.uint32)

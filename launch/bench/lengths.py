@@ -13,7 +13,8 @@ from mixtron.launch.estimate import peak_flops, training_flops_per_token
 from mixtron.launch.loop import train_step
 from mixtron.megatron_ext.errors import ConfigError
 
-WARM_UP = 2
+WARM_UP = 4
+"""Layers are recorded in the last of them (layer_graphs.py)."""
 
 
 def bench_lengths(

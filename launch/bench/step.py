@@ -28,6 +28,7 @@ from mixtron.launch.sample_stream import Sample
 from mixtron.launch.saver import Saver
 from mixtron.launch.signals import StopFlag
 from mixtron.launch.train import quiet_libraries
+from mixtron.megatron_ext.layer_graphs import LayerGraphs
 from mixtron.megatron_ext.model import build_model
 from mixtron.megatron_ext.optimizer import build_optimizer, wrap_model
 from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
@@ -126,6 +127,8 @@ def build_run(config: RunConfig, ranks: Ranks, data: Any) -> Run:
         max_tokens=training.micro_batch_sequences * config.data.sequence_length,
     )
     wrapped = wrap_model(chunks, config.parallel, ranks)
+    if training.layer_graphs:
+        LayerGraphs(wrapped[0])
     optimizer = build_optimizer(wrapped, config.optimizer, ranks, bf16=training.precision == "bf16")
     nowhere = Path(tempfile.gettempdir()) / "mixtron_bench_saves_nothing"
     say: Callable[[str], None] = lambda text: None  # noqa: E731

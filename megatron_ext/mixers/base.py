@@ -105,6 +105,11 @@ class MixerConfig(BaseModel):
                 "parallelism; use parallel.context=1"
             )
 
+    @property
+    def recordable(self) -> bool:
+        """Whether a layer launches the same for all batches of a shape (see layer_graphs.py)."""
+        return False
+
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         """Raises ConfigError for a device ("cuda", "cpu") or a precision ("bf16", "fp32") that a
         form chosen in the config cannot run on."""

@@ -24,6 +24,7 @@ from mixtron.kernels.short_convolution import (
     short_convolution_reference,
 )
 from mixtron.kernels.softmax_attention import apply_rope
+from mixtron.kernels.split import split, viewed
 from mixtron.kernels.swiglu import swiglu, swiglu_reference
 
 LENGTHS = [1, 2, 30, 1, 65, 3]
@@ -55,6 +56,7 @@ def cases() -> dict[str, Case]:
     found["swiglu"] = swiglu_case()
     found["decay and step size"] = gates_case()
     found["rope"] = rope_case()
+    found["parts of a projection"] = split_case()
     found["linear_cross_entropy"] = loss_case()
     return found
 
@@ -184,6 +186,33 @@ def rope_case() -> Case:
         return op
 
     return Case(inputs, form("triton"), form("torch"))
+
+
+def split_case() -> Case:
+    """A convolved part, a norm's gate, a rotated part and one that no op asks for: the gradients of
+    the first three are written side by side."""
+    widths = [80, 2 * 32, 3 * 48, 6]
+    inputs = {"joined": noise(TOKENS, 1, sum(widths)), "o": noise(TOKENS, 1, 2, 32)}
+    inputs |= {"weight": noise(80, 4), "norm": (1 + 0.1 * noise(32)).bfloat16().double()}
+
+    def form(backend, split):
+        def op(joined, o, weight, norm):
+            raw, gate, raw_q, rest = split(joined, widths)
+            position_T = positions(joined.device)
+            angle = position_T[:, None] / 10.0 ** torch.arange(24).to(joined.device)
+            angle = angle.to(torch.promote_types(joined.dtype, torch.float32))
+            gate, gate_place = viewed(gate, lambda x: x.unflatten(-1, (2, 32)))
+            q, q_place = viewed(raw_q, lambda x: x.reshape(TOKENS, 3, 48))
+            convolved = short_convolution(raw, weight, position_T, silu=True, backend=backend)
+            o = rms_norm(o, norm, 1e-5, gate=gate, gate_place=gate_place, backend=backend)
+            options = {"place": q_place, "backend": backend}
+            q = apply_rope(q, angle.cos(), angle.sin(), **options)
+            return torch.cat([convolved, o.flatten(-2), q.reshape(TOKENS, 1, -1), 2 * rest], dim=-1)
+
+        return op
+
+    plain = lambda x, widths: x.split(widths, dim=-1)  # noqa: E731
+    return Case(inputs, form("triton", split), form("torch", plain))
 
 
 def loss_case() -> Case:

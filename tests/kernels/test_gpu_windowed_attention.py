@@ -76,6 +76,10 @@ def test_plans_are_those_of_the_cpu(window):
     order_T = document_permutation(cu, tokens, **options)
     drawn_T = document_permutation(cu.cuda(), tokens, **options, backend="triton")
     assert torch.equal(drawn_T.cpu(), order_T)
+    options["step"] = torch.tensor(2**31, device="cuda")
+    assert torch.equal(
+        document_permutation(cu.cuda(), tokens, **options, backend="triton"), drawn_T
+    )
     options = {"window": window, "window_side": "two"}
     expected = plan_windows(order_T, cu, **options)
     found = plan_windows(drawn_T, cu.cuda(), **options, backend="triton")

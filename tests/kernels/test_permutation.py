@@ -23,7 +23,7 @@ GOLDEN = [0, 2, 6, 7, 1, 4, 9, 8, 5, 3, 10, 11, 14, 15, 12, 13]
 GOLDEN_HASH = -1029340980150093429
 
 
-def draw(lengths: list[int], seed=0, step=1, layer=1) -> torch.Tensor:
+def draw(lengths: list[int], seed=0, step: int | torch.Tensor = 1, layer=1) -> torch.Tensor:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     return document_permutation(cu_seqlens, sum(lengths), seed=seed, step=step, layer=layer)
 
@@ -58,6 +58,8 @@ def test_numbers_are_those_of_every_machine_and_version():
     """A resumed run must go on with the permutations that it began with."""
     order_T = draw([10, 1, 5], seed=2**63 - 1, step=1000, layer=24)
     assert order_T.tolist() == GOLDEN
+    on_device = torch.tensor(1000)
+    assert draw([10, 1, 5], seed=2**63 - 1, step=on_device, layer=24).tolist() == GOLDEN
     assert int(permutation_hash(order_T)) == GOLDEN_HASH
 
 

@@ -62,14 +62,16 @@ for lengths, options in [
     ([700], {"window": 300, "window_side": "two", "tokens": 333, "query_tile": 128}),
 ]:
     order_T, offsets = common.draw(lengths), common.offsets(lengths)
+    drawing = {"seed": 2**63 - 1, "layers": range(7, 9)}
     draws = [
-        document_permutations(
-            offsets, sum(lengths), seed=2**63 - 1, step=2**31 + 5, layers=layers, backend=backend
+        document_permutations(offsets, sum(lengths), step=step, backend=backend, **drawing)
+        for step, backend in (
+            (2**31 + 5, "tiled"),
+            (2**31 + 5, "triton"),
+            (torch.tensor(2**31 + 5), "triton"),
         )
-        for layers in [range(7, 9)]
-        for backend in ("triton", "tiled")
     ]
-    assert torch.equal(*draws)
+    assert all(torch.equal(draw, draws[0]) for draw in draws)
     found, expected = (
         parts(order_T, offsets, **options, backend=backend) for backend in ("triton", "tiled")
     )

@@ -186,6 +186,10 @@ class Config(MixerConfig):
         if self.context_exchange == "heads":
             require_context_divides(name, "heads", self.heads // tensor, tensor, context)
 
+    @property
+    def recordable(self) -> bool:
+        return self.kernel == "triton"
+
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         if self.kernel == "triton":
             require_gpu_and_bf16(name, "chunk", device_type, precision)

@@ -133,6 +133,10 @@ class Config(MixerConfig):
             require_divisible(name, field, value, tensor)
             require_context_divides(name, field, value // tensor, tensor, context)
 
+    @property
+    def recordable(self) -> bool:
+        return True
+
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         if self.kernel != "torch" and (device_type != "cuda" or precision != "bf16"):
             raise ConfigError(

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from mixtron.kernels.norms import rms_norm
 from mixtron.kernels.softmax_attention import apply_rope, softmax_attention
+from mixtron.kernels.split import Place, viewed
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.cache import side_by_side
 from mixtron.megatron_ext.context_parallel import heads_to_sequence, sequence_to_heads
@@ -55,13 +56,15 @@ class Mixer(ShardedModule):
                 "key": side_by_side(k_TGK, batch.lengths),
                 "value": side_by_side(v_TGK, batch.lengths),
             }
+        by_lengths = mixer.kernel == "cudnn" or not q_THK.is_cuda or q_THK.dtype == torch.float32
         o_THK = softmax_attention(
             q_THK,
             k_TGK,
             v_TGK,
-            batch.lengths,
+            batch.lengths if by_lengths else None,
             batch.cu_seqlens,
             scale=mixer.head_dim**-0.5,
+            max_seqlen=batch.max_seqlen,
             window=mixer.window,
             backend=mixer.kernel,
         )
@@ -72,24 +75,29 @@ class Mixer(ShardedModule):
     def attention_inputs(self, hidden_TBD: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         """q [T, H, K], k and v [T, G, K] of the local tokens and heads, as attention takes them."""
         mixer = self.mixer
-        q_THK, k_TGK, v_TGK = (
-            part.reshape(part.shape[0], -1, mixer.head_dim) for part in self.in_proj(hidden_TBD)
-        )
+        parts = (viewed(part, self._by_head) for part in self.in_proj(hidden_TBD))
+        (q_THK, q_place), (k_TGK, k_place), (v_TGK, _) = parts
         if mixer.qk_norm:
+            q_place = k_place = None
             q_weight, k_weight = replicated(self.tp_group, self.q_norm_weight, self.k_norm_weight)
             eps = self.config.layernorm_epsilon
             q_THK, k_TGK = rms_norm(q_THK, q_weight, eps), rms_norm(k_TGK, k_weight, eps)
         if mixer.rope_base is not None:
-            q_THK, k_TGK = (self._rotated(x, batch) for x in (q_THK, k_TGK))
+            q_THK = self._rotated(q_THK, batch, q_place)
+            k_TGK = self._rotated(k_TGK, batch, k_place)
         return q_THK, k_TGK, v_TGK
 
-    def _rotated(self, x_THK: Tensor, batch: Batch) -> Tensor:
+    def _by_head(self, x_TBE: Tensor) -> Tensor:
+        return x_TBE.reshape(x_TBE.shape[0], -1, self.mixer.head_dim)
+
+    def _rotated(self, x_THK: Tensor, batch: Batch, place: Place | None) -> Tensor:
         mixer = self.mixer
-        rotary_dim = mixer.rotary_dim or mixer.head_dim
         assert mixer.rope_base is not None
-        rotated = apply_rope(x_THK[..., :rotary_dim], *batch.rope(mixer.rope_base, rotary_dim))
+        rotary_dim = mixer.rotary_dim or mixer.head_dim
+        angles = batch.rope(mixer.rope_base, rotary_dim)
         if rotary_dim == mixer.head_dim:
-            return rotated
+            return apply_rope(x_THK, *angles, place=place)
+        rotated = apply_rope(x_THK[..., :rotary_dim], *angles)
         return torch.cat([rotated, x_THK[..., rotary_dim:]], dim=-1)
 
     def _decode(self, q_BHK: Tensor, k_BGK: Tensor, v_BGK: Tensor, batch: Batch) -> Tensor:

@@ -185,6 +185,10 @@ class Config(MixerConfig):
         for field in ("heads", "kv_heads"):
             require_divisible(name, field, getattr(self, field), tensor)
 
+    @property
+    def recordable(self) -> bool:
+        return self.kernel == "triton"
+
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         if self.kernel == "triton":
             require_gpu_and_bf16(name, "tiled", device_type, precision)

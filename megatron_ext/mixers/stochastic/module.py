@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixtron.kernels.softmax_attention import apply_rope
+from mixtron.kernels.split import viewed
 from mixtron.kernels.windowed_attention import (
     WindowPlan,
     document_permutations,
@@ -77,19 +78,22 @@ class Mixer(ShardedModule):
 
     def _heads(self, parts: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         mixer = self.mixer
-        q_THK, k_TGK, v_TGK = (
-            parts[name].reshape(len(parts[name]), -1, mixer.head_dim)
-            for name in ("query", "key", "value")
-        )
+        viewed_parts = (viewed(parts[n], self._by_head) for n in ("query", "key", "value"))
+        (q_THK, q_place), (k_TGK, k_place), (v_TGK, _) = viewed_parts
         if mixer.qk_norm:
+            q_place = k_place = None
             q_weight, k_weight = replicated(self.tp_group, self.q_norm_weight, self.k_norm_weight)
             eps = self.config.layernorm_epsilon
             q_THK = F.rms_norm(q_THK, q_weight.shape, q_weight, eps)
             k_TGK = F.rms_norm(k_TGK, k_weight.shape, k_weight, eps)
         if mixer.rope_base is not None:
             cos, sin = batch.rope(mixer.rope_base, mixer.head_dim)
-            q_THK, k_TGK = apply_rope(q_THK, cos, sin), apply_rope(k_TGK, cos, sin)
+            q_THK = apply_rope(q_THK, cos, sin, place=q_place)
+            k_TGK = apply_rope(k_TGK, cos, sin, place=k_place)
         return q_THK, k_TGK, v_TGK
+
+    def _by_head(self, x_TBE: Tensor) -> Tensor:
+        return x_TBE.reshape(x_TBE.shape[0], -1, self.mixer.head_dim)
 
     def _gated_sum(
         self, attended: dict[str, Tensor], parts: dict[str, Tensor], batch: Batch

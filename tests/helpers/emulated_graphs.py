@@ -1,0 +1,64 @@
+"""CUDA graphs on a CPU: what was recorded runs again on the same memory and arguments."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class EmulatedGraph:
+    """As `torch.cuda.CUDAGraph`: a recording changes nothing that was there before."""
+
+    def capture_begin(self, **_) -> None:
+        self.recorder = _Recorder()
+        self.recorder.__enter__()
+
+    def capture_end(self) -> None:
+        self.recorder.__exit__(None, None, None)
+        for tensor, before in self.recorder.changed.values():
+            tensor.copy_(before)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for function, args, kwargs, outputs in self.recorder.calls:
+            for recorded, found in zip(
+                outputs, tree_leaves(function(*args, **kwargs)), strict=True
+            ):
+                if isinstance(found, Tensor) and _memory(found) != _memory(recorded):
+                    recorded.copy_(found)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple, dict, list]] = []
+        self.made: set[int] = set()
+        self.changed: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        by_name = zip(func._schema.arguments, args, strict=False)
+        written = [x for argument, x in by_name if argument.is_write] + [kwargs.get("out")]
+        for x in written:
+            if isinstance(x, Tensor) and _memory(x) not in self.made | self.changed.keys():
+                self.changed[_memory(x)] = x.detach(), x.detach().clone()
+        outputs = func(*args, **kwargs)
+        leaves = tree_leaves(outputs)
+        self.calls.append((func, args, kwargs, leaves))
+        given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        self.made |= {_memory(x) for x in leaves if isinstance(x, Tensor)} - given
+        return outputs
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def install(patch) -> None:
+    """In torch.cuda, where Megatron's calls are emulated already; `patch` is a MonkeyPatch."""
+    patch.setattr(torch.cuda, "CUDAGraph", EmulatedGraph)
+    patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())

@@ -1,0 +1,108 @@
+"""Layers recorded as graphs: not a bit differs, whatever documents a batch holds."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mixtron.launch.checks import check, check_device
+from mixtron.launch.config import load_config
+from mixtron.megatron_ext.errors import ConfigError
+from tests.helpers import emulated_graphs
+from tests.helpers.ranks import RankFailure, run_on_ranks
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+STEPS = 5
+FOX = "mixers.fox={type: fox, heads: 2, kv_heads: 2, head_dim: 8}"
+SMALL = ["model.layers=2", "model.hidden_size=32", "data.sequence_length=32"]
+
+
+class RandomDocuments:
+    """Samples of random tokens in documents of random lengths."""
+
+    def __init__(self, sequence_length: int, vocab_size: int) -> None:
+        self.sequence_length, self.vocab_size, self.drawn = sequence_length, vocab_size, 0
+
+    def next(self, count: int) -> list[int]:
+        first, self.drawn = self.drawn, self.drawn + count
+        return list(range(first, self.drawn))
+
+    def read(self, number: int):
+        from mixtron.launch.sample_stream import Sample
+
+        generator, length = np.random.default_rng(number), self.sequence_length
+        tokens = generator.integers(0, self.vocab_size, length + 1)
+        cuts = generator.choice(np.arange(1, length), generator.integers(0, 4), replace=False)
+        starts = np.concatenate([[0], np.sort(cuts)])
+        mask = np.ones(length, dtype=bool)
+        mask[starts[1:] - 1] = False
+        return Sample(tokens, starts, mask)
+
+    def realised_shares(self) -> dict[str, float]:
+        return {}
+
+
+def trained(name: str, overrides: list[str], layer_graphs: bool = False) -> tuple[list, list]:
+    """What each step logs, and the weights after all of them."""
+    from mixtron.launch.bench.step import begin, build_run, with_micro_batches
+    from mixtron.launch.loop import train_step
+
+    config = load_config(CONFIGS / f"{name}.yaml", [*SMALL, *overrides])
+    ranks = begin(config)
+    config = with_micro_batches(config, ranks.data_size, 2)
+    # Not before: a config that says so is refused on a CPU.
+    training = config.training.model_copy(update={"layer_graphs": layer_graphs})
+    config = config.model_copy(update={"training": training})
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.device.type == "cpu":
+            emulated_graphs.install(patch)
+        data = RandomDocuments(config.data.sequence_length, config.model.vocab_size)
+        run = build_run(config, ranks, data)
+        logged = [train_step(run) for _ in range(STEPS)]
+    return logged, [p.detach().clone() for p in run.wrapped[0].parameters()]
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [(1, ["logging.every_steps=2"]), (2, []), (1, ["training.recompute=[norm, conv, mlp_act]"])],
+    ids=["one", "data 2", "recompute"],
+)
+def test_no_bit_differs(world, overrides):
+    overrides = ["model.pattern=[kla]", *overrides]
+    plain = run_on_ranks(world, trained, "debug_kla", overrides)
+    recorded = run_on_ranks(world, trained, "debug_kla", overrides, True)
+    for (logged, weights), (found, found_weights) in zip(plain, recorded, strict=True):
+        assert len({values["train/loss"] for values in logged}) == STEPS
+        assert found == logged
+        for weight, expected in zip(found_weights, weights, strict=True):
+            assert torch.equal(weight, expected)
+
+
+def test_a_batch_that_a_layer_would_read_otherwise_is_refused():
+    with pytest.raises(
+        RankFailure, match="a layer reads lengths of a batch on the host, which was"
+    ):
+        run_on_ranks(1, trained, "debug_softmax_attention", [], True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["parallel.tensor=2"], "with parallel.tensor=2: layers are recorded on ranks"),
+        (["model.norm=layernorm"], "is for layers with model.norm=rmsnorm"),
+        (["training.debug=true"], "leaves training.debug=true nothing to compare"),
+        (["training.recompute=full"], "cannot go with training.recompute=full"),
+        (["model.pattern=[fox]", FOX], "mixer 'fox' .type 'fox'. decides on the host"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(overrides, said):
+    config = load_config(CONFIGS / "debug_kla.yaml", ["training.layer_graphs=true", *overrides])
+    with pytest.raises(ConfigError, match=said):
+        check(config, config.parallel.tensor)
+
+
+def test_a_cpu_is_refused():
+    config = load_config(CONFIGS / "debug_kla.yaml", ["training.layer_graphs=true"])
+    with pytest.raises(ConfigError, match="needs a GPU, and this is a cpu"):
+        check_device(config, "cpu")
