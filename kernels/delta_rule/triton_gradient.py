@@ -13,16 +13,17 @@ from mixtron.kernels.triton_tools import tile
 
 @triton.jit
 def pairs_kernel(
+    o_BTJV,
     U_BTJV,
     do_BTJV,
     dv_BTJV,
     log_decay_BTJ,
     eta_BTJ,
     document_T,
-    rows_4BJT,
+    rows_5BJT,
     dP_BJTC,
     dM_BJTC,
-    pull_BJT,
+    along_2BJT,
     deta_BTJ,
     scale,
     T,
@@ -32,12 +33,14 @@ def pairs_kernel(
     BLOCK_V: tl.constexpr,
     C: tl.constexpr,
     STEP_SIZE: tl.constexpr,
+    UNIT_QUERIES: tl.constexpr,
     HAS_DECAY: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
     """Of one chunk of one value head: the gradients dP of <q_i, k_j> and dM of <k_i, k_j>, as the
-    products take them, of eta, and what the step size's |k|^2 takes from dk for each k."""
+    products take them, of eta, and what the lengths take from dk and dq for each k and q: the step
+    size's |k|^2, and |q| where q is normalised, as <q, dq> = <o, do>."""
     n = tl.program_id(0)
     N = tl.num_programs(0)
     bj = tl.program_id(1).to(tl.int64)
@@ -51,6 +54,7 @@ def pairs_kernel(
     dP_CC = tl.zeros([C, C], tl.float32)
     dM_CC = tl.zeros([C, C], tl.float32)
     step_C = tl.zeros([C], tl.float32)
+    turn_C = tl.zeros([C], tl.float32)
     for i_v in tl.range(0, V // BLOCK_V, num_stages=1):
         value = j * V + i_v * BLOCK_V
         do_tile = tile(do_BTJV + value, first, J * V, row_C, value_V)
@@ -59,6 +63,10 @@ def pairs_kernel(
         do_CV = tl.load(do_tile, inside_C[:, None], 0.0)
         dR_CV = tl.load(dR_tile, inside_C[:, None], 0.0)
         U_CV = tl.load(U_tile, inside_C[:, None], 0.0)
+        if UNIT_QUERIES:
+            o_tile = tile(o_BTJV + value, first, J * V, row_C, value_V)
+            o_CV = tl.load(o_tile, inside_C[:, None], 0.0)
+            turn_C += tl.sum(o_CV.to(tl.float32) * do_CV.to(tl.float32), 1)
         step_C += tl.sum(dR_CV.to(tl.float32) * U_CV.to(tl.float32), 1)
         U_VC = tl.trans(U_CV.to(PRODUCT))
         dP_CC = tl.dot(do_CV.to(PRODUCT), U_VC, dP_CC)
@@ -66,7 +74,7 @@ def pairs_kernel(
     gate_C = (b * T + t_C) * J + j
     # As prepare_kernel bounds it.
     eta_C = tl.maximum(tl.load(eta_BTJ + gate_C, inside_C, 1.0).to(tl.float32), 2.0**-40)
-    r_C = tl.load(rows_4BJT + 3 * plane + chunk + row_C)
+    r_C = tl.load(rows_5BJT + 3 * plane + chunk + row_C)
     rv_C = tl.full([C], 1.0, tl.float32)
     if STEP_SIZE != "learned":
         rv_C = tl.where(inside_C, r_C, 1.0)
@@ -80,7 +88,9 @@ def pairs_kernel(
         deta_C = deta_C * r_C * r_C
         pull_C = pull_C * eta_C
     tl.store(deta_BTJ + gate_C, deta_C, inside_C)
-    tl.store(pull_BJT + chunk + row_C, pull_C)
+    unit_C = tl.load(rows_5BJT + 4 * plane + chunk + row_C)
+    tl.store(along_2BJT + chunk + row_C, pull_C)
+    tl.store(along_2BJT + plane + chunk + row_C, turn_C * unit_C * unit_C)
 
     upto_CC = row_C[:, None] >= row_C[None, :]
     if HAS_DOCUMENTS:
@@ -99,7 +109,7 @@ def pairs_kernel(
         decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf")))
     decay_CC = decay_CC * r_C[None, :]
     pair_CC = row_C[:, None] * C + row_C[None, :]
-    dP_CC = dP_CC * decay_CC * scale
+    dP_CC = dP_CC * decay_CC * (unit_C * scale)[:, None]
     tl.store(dP_BJTC + chunk * C + pair_CC, dP_CC.to(dP_BJTC.dtype.element_ty))
     dM_CC = dM_CC * decay_CC * (-r_C / rv_C)[:, None]
     dM_CC = tl.where(row_C[:, None] > row_C[None, :], dM_CC, 0.0)
@@ -113,17 +123,17 @@ def gradient_kernel(
     U_BTJV,
     do_BTJV,
     dv_BTJV,
-    document_T,
-    rows_4BJT,
+    rows_5BJT,
     across_BJN,
-    states_BJNKV,
+    states_BJGKV,
     dstates_BJNKV,
     dP_BJTC,
     dM_BJTC,
-    pull_BJT,
-    dq_BTJK,
-    dk_BTJK,
-    dlog_decay_PBTJ,
+    along_2BJT,
+    dq_SBTJK,
+    dk_SBTJK,
+    dG_2PBJT,
+    carried_PBJN,
     T,
     N,
     plane,
@@ -135,133 +145,137 @@ def gradient_kernel(
     BLOCK_V: tl.constexpr,
     C: tl.constexpr,
     STATE_EVERY: tl.constexpr,
+    UNIT_QUERIES: tl.constexpr,
     HAS_DECAY: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr,
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_K columns of the gradients of q and k of one chunk and value head, and what these
-    columns add to the log decay's, from dP, dM, the state before the chunk, the gradient of the
-    state after it, U and its gradient's solution dR, which is v's gradient."""
-    blocks: tl.constexpr = K // BLOCK_K
-    part = tl.program_id(0) % blocks
-    n = tl.program_id(0) // blocks
+    """STATE_EVERY chunks of one value head, one after another: BLOCK_K columns of the gradients of
+    q and k, and what these columns add to the log decay's (see `decay_kernel`). From dP, dM, the
+    state before the first chunk, the gradient of the state after each, U, and its gradient's
+    solution dR, which is v's gradient.
+
+    Of BLOCK_V columns of values; where there are more, results lie in as many strips to be added.
+    """
+    parts: tl.constexpr = K // BLOCK_K
+    strips: tl.constexpr = V // BLOCK_V
+    part = tl.program_id(0) % parts
+    strip = tl.program_id(0) // parts % strips
+    group = tl.program_id(0) // (parts * strips)
+    bj = tl.program_id(1).to(tl.int64)
+    b, j = bj // J, bj % J
+    tokens = tl.num_programs(1).to(tl.int64) // J * T
+    row_C = tl.arange(0, C)
+    key_K = part * BLOCK_K + tl.arange(0, BLOCK_K)
+    value_V = strip * BLOCK_V + tl.arange(0, BLOCK_V)
+    q_BTHK += (j // (J // H)) * K
+    k_BTHK += (j // (J // H)) * K
+    U_BTJV += j * V
+    do_BTJV += j * V
+    dv_BTJV += j * V
+    dq_SBTJK += strip * tokens * J * K + j * K
+    dk_SBTJK += strip * tokens * J * K + j * K
+    stored = (bj * tl.cdiv(N, STATE_EVERY) + group) * K
+    S_KV = tl.load(tile(states_BJGKV, stored, V, key_K, value_V)).to(tl.float32)
+    begin = group * STATE_EVERY
+    for n in tl.range(begin, tl.minimum(begin + STATE_EVERY, N), num_stages=STAGES):
+        first = b * T + n * C
+        chunk = bj * N * C + n * C
+        t_C = n * C + row_C
+        inside_C1 = (t_C < T)[:, None]
+        k_CK = tl.load(tile(k_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
+        # Once more, as another operand needs it: a load of its own goes there directly.
+        kT_tile = k_BTHK + first * H * K + (row_C[None, :] * (H * K) + key_K[:, None])
+        k_KC = tl.load(kT_tile, (t_C < T)[None, :], 0.0)
+        q_CK = tl.load(tile(q_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
+        do_CV = tl.load(tile(do_BTJV, first, J * V, row_C, value_V), inside_C1, 0.0).to(PRODUCT)
+        dR_CV = tl.load(tile(dv_BTJV, first, J * V, row_C, value_V), inside_C1, 0.0).to(PRODUCT)
+        U_CV = tl.load(tile(U_BTJV, first, J * V, row_C, value_V), inside_C1, 0.0).to(PRODUCT)
+        dS_KV = tl.load(tile(dstates_BJNKV, (bj * N + n) * K, V, key_K, value_V)).to(PRODUCT)
+        # What is within the chunk, once.
+        dP_CC = tl.load(tile(dP_BJTC, chunk, C, row_C, row_C), strip == 0, 0.0).to(PRODUCT)
+        dM_CC = tl.load(tile(dM_BJTC, chunk, C, row_C, row_C), strip == 0, 0.0).to(PRODUCT)
+        read_C = tl.load(rows_5BJT + chunk + row_C)
+        write_C = tl.load(rows_5BJT + plane + chunk + row_C)
+        query_C = tl.load(rows_5BJT + 2 * plane + chunk + row_C)
+        pull_C = tl.load(along_2BJT + chunk + row_C, strip == 0, 0.0)
+        across = tl.load(across_BJN + bj * N + n)
+
+        here = ((strip * parts + part) * tl.num_programs(1) + bj) * N + n
+        if HAS_DECAY:
+            carried = tl.sum(tl.sum(S_KV * dS_KV.to(tl.float32), 1), 0)
+            tl.store(carried_PBJN + here, across * carried)
+        S_low_KV = S_KV.to(PRODUCT)
+        dq_CK = tl.dot(do_CV, tl.trans(S_low_KV)) * query_C[:, None]
+        dq_CK = tl.dot(dP_CC, k_CK, dq_CK)
+        dG_C = tl.sum(dq_CK * q_CK.to(tl.float32), 1)
+        if UNIT_QUERIES:
+            turn_C = tl.load(along_2BJT + plane + chunk + row_C, strip == 0, 0.0)
+            dq_CK -= turn_C[:, None] * q_CK.to(tl.float32)
+        dq_tile = tile(dq_SBTJK, first, J * K, row_C, key_K)
+        tl.store(dq_tile, dq_CK.to(dq_SBTJK.dtype.element_ty), inside_C1)
+
+        # k_t where its token reads, k_t S and rows of A; then where it is read too.
+        dk_CK = tl.dot(dR_CV, tl.trans(S_low_KV)) * -read_C[:, None]
+        dk_CK = tl.dot(dM_CC, k_CK, dk_CK)
+        dG_C += 2 * tl.sum(dk_CK * k_CK.to(tl.float32), 1)
+        kept_CK = tl.dot(U_CV, tl.trans(dS_KV)) * write_C[:, None]
+        if HAS_DECAY:
+            kept_tile = dG_2PBJT + strips * parts * plane + here * C + row_C
+            tl.store(kept_tile, tl.sum(kept_CK * k_CK.to(tl.float32), 1))
+        dk_CK = tl.dot(tl.trans(dP_CC), q_CK, dk_CK + kept_CK)
+        dk_CK = tl.dot(tl.trans(dM_CC), k_CK, dk_CK)
+        dG_C -= tl.sum(dk_CK * k_CK.to(tl.float32), 1)
+        dk_CK -= pull_C[:, None] * k_CK.to(tl.float32)
+        dk_tile = tile(dk_SBTJK, first, J * K, row_C, key_K)
+        tl.store(dk_tile, dk_CK.to(dk_SBTJK.dtype.element_ty), inside_C1)
+
+        k_KC = (k_KC.to(tl.float32) * write_C[None, :]).to(PRODUCT)
+        S_KV = tl.dot(k_KC, U_CV, S_KV * across)
+        if HAS_DECAY:
+            tl.store(dG_2PBJT + here * C + row_C, dG_C)
+
+
+@triton.jit
+def decay_kernel(
+    dG_2PBJT,
+    carried_PBJN,
+    document_T,
+    dlog_decay_BTJ,
+    T,
+    plane,
+    J: tl.constexpr,
+    P: tl.constexpr,
+    C: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+):
+    """The log decay's gradient of one chunk and value head. G_t, the sum of log decays up to t,
+    multiplies what t reads and divides what is read of it, <q, dq> + <k, dk'> - <k, dk''>, and at
+    the chunk's end all that is kept: what was carried through it and what its tokens wrote."""
+    n = tl.program_id(0)
+    N = tl.num_programs(0)
     bj = tl.program_id(1).to(tl.int64)
     b, j = bj // J, bj % J
     row_C = tl.arange(0, C)
-    key_K = part * BLOCK_K + tl.arange(0, BLOCK_K)
-    value_V = tl.arange(0, BLOCK_V)
     t_C = n * C + row_C
-    inside_C1 = (t_C < T)[:, None]
-    first = b * T + n * C
-    chunk = bj * N * C + n * C
-    head = (j // (J // H)) * K
-    group = n // STATE_EVERY
-    dq_CK = tl.zeros([C, BLOCK_K], tl.float32)
-    seen_CK = tl.zeros([C, BLOCK_K], tl.float32)
-    kept_CK = tl.zeros([C, BLOCK_K], tl.float32)
-    carried_K = tl.zeros([BLOCK_K], tl.float32)
-    for i_v in tl.range(0, V // BLOCK_V, num_stages=STAGES):
-        value = i_v * BLOCK_V
-        stored = (bj * tl.cdiv(N, STATE_EVERY) + group) * K
-        S_KV = tl.load(tile(states_BJNKV + value, stored, V, key_K, value_V)).to(PRODUCT)
-        dS_KV = tl.load(tile(dstates_BJNKV + value, stored, V, key_K, value_V)).to(PRODUCT)
-        value = j * V + value
-        do_CV = tl.load(tile(do_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
-        dR_CV = tl.load(tile(dv_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
-        U_CV = tl.load(tile(U_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
-        if STATE_EVERY > 1:
-            for m in tl.range(group * STATE_EVERY, n, num_stages=1):
-                S_KV = _state_after(
-                    S_KV, k_BTHK + head, U_BTJV + value, rows_4BJT + plane, across_BJN,
-                    bj * N + m, b * T + m * C, row_C, key_K, value_V, H, J, K, V, C, PRODUCT,
-                )  # fmt: skip
-            behind = tl.minimum(group * STATE_EVERY + STATE_EVERY, N) - 1
-            for step in tl.range(behind - n, num_stages=1):
-                m = behind - step
-                dS_KV = _gradient_before(
-                    dS_KV, q_BTHK + head, k_BTHK + head, do_BTJV + value, dv_BTJV + value,
-                    rows_4BJT, across_BJN, bj * N + m, b * T + m * C, T - m * C, plane,
-                    row_C, key_K, value_V, H, J, K, V, C, PRODUCT,
-                )  # fmt: skip
-        if HAS_DECAY:
-            carried_K += tl.sum(S_KV.to(tl.float32) * dS_KV.to(tl.float32), 1)
-        dq_CK = tl.dot(do_CV.to(PRODUCT), tl.trans(S_KV), dq_CK)
-        seen_CK = tl.dot(dR_CV.to(PRODUCT), tl.trans(S_KV), seen_CK)
-        kept_CK = tl.dot(U_CV.to(PRODUCT), tl.trans(dS_KV), kept_CK)
-
-    k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    dP_CC = tl.load(tile(dP_BJTC, chunk, C, row_C, row_C)).to(PRODUCT)
-    dM_CC = tl.load(tile(dM_BJTC, chunk, C, row_C, row_C)).to(PRODUCT)
-    read_C = tl.load(rows_4BJT + chunk + row_C)
-    write_C = tl.load(rows_4BJT + plane + chunk + row_C)
-    query_C = tl.load(rows_4BJT + 2 * plane + chunk + row_C)
-    pull_C = tl.load(pull_BJT + chunk + row_C)
-    kept_CK = kept_CK * write_C[:, None]
-    dq_CK = tl.dot(dP_CC, k_CK, dq_CK * query_C[:, None])
-    # k_t where its token reads: rows of A, and k_t S; and where it is read.
-    reads_CK = tl.dot(dM_CC, k_CK, seen_CK * -read_C[:, None])
-    is_read_CK = tl.dot(tl.trans(dP_CC), q_CK, kept_CK)
-    is_read_CK = tl.dot(tl.trans(dM_CC), k_CK, is_read_CK)
-    k32_CK = k_CK.to(tl.float32)
-    dk_CK = reads_CK + is_read_CK - pull_C[:, None] * k32_CK
-    dq_tile = tile(dq_BTJK + j * K, first, J * K, row_C, key_K)
-    tl.store(dq_tile, dq_CK.to(dq_BTJK.dtype.element_ty), inside_C1)
-    dk_tile = tile(dk_BTJK + j * K, first, J * K, row_C, key_K)
-    tl.store(dk_tile, dk_CK.to(dk_BTJK.dtype.element_ty), inside_C1)
-    if HAS_DECAY:
-        # G_t, the sum of log decays up to t, multiplies what t reads and divides what is read of t.
-        across = tl.load(across_BJN + bj * N + n)
-        whole = across * tl.sum(carried_K, 0) + tl.sum(tl.sum(kept_CK * k32_CK, 1), 0)
-        dG_C = tl.sum(dq_CK * q_CK.to(tl.float32) + (reads_CK - is_read_CK) * k32_CK, 1)
-        dG_C += tl.where(t_C == tl.minimum(n * C + C, T) - 1, whole, 0.0)
-        from_CC = row_C[:, None] >= row_C[None, :]
-        if HAS_DOCUMENTS:
-            document_T += b * T
-            document_C = tl.load(document_T + t_C, t_C < T, -1)
-            from_CC = from_CC & (document_C[:, None] == document_C[None, :])
-        dg_C = tl.sum(tl.where(from_CC, dG_C[:, None], 0.0), 0)
-        if HAS_DOCUMENTS:
-            follows_C = (t_C < T) & (t_C + b > 0)
-            before_C = tl.load(document_T + t_C - 1, follows_C, -1)
-            dg_C = tl.where(follows_C & (document_C != before_C), 0.0, dg_C)
-        tokens = tl.num_programs(1).to(tl.int64) // J * T
-        gate_C = (part * tokens + b * T + t_C) * J + j
-        tl.store(dlog_decay_PBTJ + gate_C, dg_C, t_C < T)
-
-
-@triton.jit
-def _state_after(
-    S_KV, k_BTHK, U_BTJV, write_BJT, across_BJN, chunk, first, row_C, key_K, value_V,
-    H: tl.constexpr, J: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PRODUCT: tl.constexpr,
-):  # fmt: skip
-    """The state after a whole chunk from the one before it."""
-    k_CK = tl.load(tile(k_BTHK, first, H * K, row_C, key_K)).to(PRODUCT)
-    U_CV = tl.load(tile(U_BTJV, first, J * V, row_C, value_V)).to(tl.float32)
-    write_C = tl.load(write_BJT + chunk * C + row_C)
-    across = tl.load(across_BJN + chunk)
-    write_CV = (U_CV * write_C[:, None]).to(PRODUCT)
-    return tl.dot(tl.trans(k_CK), write_CV, S_KV.to(tl.float32) * across).to(PRODUCT)
-
-
-@triton.jit
-def _gradient_before(
-    dS_KV, q_BTHK, k_BTHK, do_BTJV, dv_BTJV, rows_4BJT, across_BJN, chunk, first, rows, plane,
-    row_C, key_K, value_V,
-    H: tl.constexpr, J: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PRODUCT: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the state before a chunk, of so many rows, from that of the one after it."""
-    inside_C1 = (row_C < rows)[:, None]
-    q_CK = tl.load(tile(q_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    k_CK = tl.load(tile(k_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    do_CV = tl.load(tile(do_BTJV, first, J * V, row_C, value_V), inside_C1, 0.0).to(tl.float32)
-    dR_CV = tl.load(tile(dv_BTJV, first, J * V, row_C, value_V), inside_C1, 0.0).to(tl.float32)
-    read_C = tl.load(rows_4BJT + chunk * C + row_C)
-    query_C = tl.load(rows_4BJT + 2 * plane + chunk * C + row_C)
-    across = tl.load(across_BJN + chunk)
-    dS_KV = dS_KV.to(tl.float32) * across
-    dS_KV = tl.dot(tl.trans(q_CK), (do_CV * query_C[:, None]).to(PRODUCT), dS_KV)
-    return tl.dot(tl.trans(k_CK), (-dR_CV * read_C[:, None]).to(PRODUCT), dS_KV).to(PRODUCT)
+    dG_C = tl.zeros([C], tl.float32)
+    kept_C = tl.zeros([C], tl.float32)
+    kept = 0.0
+    for part in tl.static_range(P):
+        here = (part * tl.num_programs(1) + bj) * N + n
+        dG_C += tl.load(dG_2PBJT + here * C + row_C)
+        kept_C += tl.load(dG_2PBJT + P * plane + here * C + row_C)
+        kept += tl.load(carried_PBJN + here)
+    kept += tl.sum(kept_C, 0)
+    dG_C += tl.where(t_C == tl.minimum(n * C + C, T) - 1, kept, 0.0)
+    from_CC = row_C[:, None] >= row_C[None, :]
+    if HAS_DOCUMENTS:
+        document_T += b * T
+        document_C = tl.load(document_T + t_C, t_C < T, -1)
+        from_CC = from_CC & (document_C[:, None] == document_C[None, :])
+    dg_C = tl.sum(tl.where(from_CC, dG_C[:, None], 0.0), 0)
+    if HAS_DOCUMENTS:
+        follows_C = (t_C < T) & (t_C + b > 0)
+        before_C = tl.load(document_T + t_C - 1, follows_C, -1)
+        dg_C = tl.where(follows_C & (document_C != before_C), 0.0, dg_C)
+    tl.store(dlog_decay_BTJ + (b * T + t_C) * J + j, dg_C, t_C < T)

@@ -14,15 +14,15 @@ from torch import Tensor
 from mixtron.kernels.delta_rule.decode import StepSize
 from mixtron.kernels.delta_rule.triton_backward import reverse_scan_kernel
 from mixtron.kernels.delta_rule.triton_forward import prepare_kernel, scan_kernel
-from mixtron.kernels.delta_rule.triton_gradient import gradient_kernel, pairs_kernel
-from mixtron.kernels.delta_rule.triton_plan import launch_plan
+from mixtron.kernels.delta_rule.triton_gradient import decay_kernel, gradient_kernel, pairs_kernel
+from mixtron.kernels.delta_rule.triton_plan import Launch, launch_plan
 from mixtron.kernels.launching import Launched
 from mixtron.kernels.recurrence import compose_chunks, document_numbers
 from mixtron.kernels.triton_tools import check_takes, product_dtype
 
 launch_prepare, launch_scan = Launched(prepare_kernel), Launched(scan_kernel)
 launch_reverse_scan, launch_pairs = Launched(reverse_scan_kernel), Launched(pairs_kernel)
-launch_gradient = Launched(gradient_kernel)
+launch_gradient, launch_decay = Launched(gradient_kernel), Launched(decay_kernel)
 CHUNK_LENGTH = 64
 PROGRAMS = 256
 """That keep a GPU busy: two on each multiprocessor."""
@@ -30,8 +30,8 @@ FEWEST_PIECES, MOST_PIECES = 4, 8
 """A sequence of few heads is cut in pieces that are scanned side by side, once their maps have
 given the state before each. The maps cost about two scans of a piece, so fewer pieces save nothing;
 states are handed on one after another, so more save little."""
-STATE_EVERY = 2
-"""A state, and its gradient, is kept of every second chunk; the one between is computed again."""
+STATE_EVERY = 8
+"""Of so many chunks a state is kept; those between are computed again in backward."""
 
 
 def delta_rule_triton(
@@ -47,6 +47,7 @@ def delta_rule_triton(
     initial_state_BJKV: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     rows: int = 1,
+    unit_queries: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results of `delta_rule`, for bf16 on a GPU; K and V of 64 or 128.
 
@@ -56,7 +57,7 @@ def delta_rule_triton(
     check_takes(q_BTHK, v_BTJV, "q_BTHK")
     if scale is None:
         scale = 1 / math.sqrt(q_BTHK.shape[-1])
-    options = Options(step_size, eps, scale)
+    options = Options(step_size, eps, scale, unit_queries)
     inputs = [q_BTHK, k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ]
     initial = initial_state_BJKV
     if rows > 1:
@@ -117,9 +118,13 @@ class Options:
     step_size: StepSize
     eps: float
     scale: float
+    unit_queries: bool = False
 
 
 class _DeltaRule(torch.autograd.Function):
+    clear_saved_tensors_on_access = True
+    """So that backward can let go of what it has used; a second one is refused by torch."""
+
     @staticmethod
     def forward(ctx, q, k, v, log_decay, eta, initial, cu_seqlens, options):
         (B, T), (J, V) = q.shape[:2], v.shape[2:]
@@ -133,12 +138,13 @@ class _DeltaRule(torch.autograd.Function):
         prepared = prepare(q, k, log_decay, eta, document_T, options)
         maps, states_before = None, initial
         if pieces > 1:
-            maps = _maps(k, v, prepared, pieces)
+            maps = _maps(k, v, prepared, initial, pieces)
             states_before = _states_before(maps, initial)
         training = any(ctx.needs_input_grad)
         o, final, U, states = scan(q, k, v, prepared, states_before, training)
         if training:
-            ctx.save_for_backward(q, k, U, log_decay, eta, document_T, *prepared, states, maps)
+            outputs = (o if options.unit_queries else None, U, states, maps)
+            ctx.save_for_backward(q, k, log_decay, eta, document_T, *prepared, *outputs)
             ctx.options, ctx.pieces = options, pieces
             ctx.has_initial = initial is not None
         assert o is not None
@@ -146,16 +152,20 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dfinal):  # type: ignore[override]
-        q, k, U, log_decay, eta, document_T, *prepared, states, maps = ctx.saved_tensors
+        q, k, log_decay, eta, document_T, *saved = ctx.saved_tensors
+        *prepared, o, U, states, maps = saved
+        del saved
         pieces = ctx.pieces
         do = _cut(do, pieces)
         if pieces > 1:
-            alone_BJKV = reverse_scan(q, k, do, prepared, None)[2]
-            dfinal = _gradients_after(maps, alone_BJKV, dfinal)
+            alone_BNJKV = _gradients_alone(q, k, do, prepared, dfinal, pieces)
+            dfinal = _gradients_after(maps, alone_BNJKV, dfinal)
         dv, dstates, dinitial = reverse_scan(q, k, do, prepared, dfinal)
-        dq, dk, dlog_decay, deta = gradient(
-            q, k, U, do, dv, log_decay, eta, document_T, prepared, states, dstates, ctx.options
-        )
+        factors = prepared[2:]
+        del prepared  # X and P make room for their gradients
+        given = (log_decay, eta, document_T, ctx.options)
+        *found, deta = pairs(o, U, do, dv, factors[0], *given)
+        dq, dk, dlog_decay = gradient(q, k, U, do, dv, factors, states, dstates, found, *given)
         found = (None if x is None else _join(x, pieces) for x in (dq, dk, dv, dlog_decay, deta))
         dinitial = dinitial[::pieces] if ctx.has_initial else None
         return *found, dinitial, None, None
@@ -171,34 +181,45 @@ def _join(x_BTE: Tensor, pieces: int) -> Tensor:
     return x_BTE.unflatten(0, (-1, pieces)).flatten(1, 2)
 
 
-def _maps(k, v, prepared, pieces: int) -> Tensor:
-    """[h | M] [B, pieces, J, K, V + K] of each piece, fp32: where a scan from [0 | I] ends."""
+def _maps(k, v, prepared, initial_BJKV: Tensor | None, pieces: int) -> Tensor:
+    """[h | M] [B, pieces, J, K, V + K] of each piece but the last, fp32: where a scan from [0 | I]
+    ends. Of the first only what becomes of the initial state, in the place of h."""
     K, (J, V) = k.shape[3], v.shape[2:]
     start_KE = F.pad(torch.eye(K, dtype=torch.float32, device=k.device), (V, 0))
-    initial = start_KE.expand(k.shape[0], J, K, V + K)
-    _, maps, _, _ = scan(None, k, v, prepared, initial, training=False)
+    start_BNJKE = start_KE.expand(k.shape[0], J, K, V + K).unflatten(0, (-1, pieces))
+    if initial_BJKV is not None:
+        start_BNJKE = start_BNJKE.clone()
+        start_BNJKE[:, 0, ..., :V] = initial_BJKV
+    _, maps, _, _ = scan(None, k, v, prepared, start_BNJKE.flatten(0, 1), False, pieces)
     return maps.unflatten(0, (-1, pieces))
 
 
 def _states_before(maps_BNJKE: Tensor, initial_BJKV: Tensor | None) -> Tensor:
     """The state before each piece, [B N, J, K, V], one after another: N is small."""
     K = maps_BNJKE.shape[3]
-    states = [torch.zeros_like(maps_BNJKE[:, 0, ..., :-K])]
-    if initial_BJKV is not None:
-        states[0] = initial_BJKV.to(maps_BNJKE.dtype)
-    for map_BJKE in maps_BNJKE.unbind(1)[:-1]:
+    after_BJKV = maps_BNJKE[:, 0, ..., :-K]
+    states = [torch.zeros_like(after_BJKV) if initial_BJKV is None else initial_BJKV, after_BJKV]
+    for map_BJKE in maps_BNJKE.unbind(1)[1:-1]:
         states.append(map_BJKE[..., -K:] @ states[-1] + map_BJKE[..., :-K])
     return torch.stack(states, dim=1).flatten(0, 1)
 
 
-def _gradients_after(maps_BNJKE: Tensor, alone: Tensor, dfinal_BJKV: Tensor) -> Tensor:
-    """The gradient of the state after each piece, [B N, J, K, V], from the end; `alone` is what
-    each piece's own outputs make of the state's before it."""
-    B, N, _, K, _ = maps_BNJKE.shape
-    gradients = [dfinal_BJKV]
-    for n in range(N - 1, 0, -1):
+def _gradients_alone(q, k, do, prepared, dfinal_BJKV: Tensor, pieces: int) -> Tensor:
+    """What each piece's own outputs make of the gradient of the state before it, [B, N, J, K, V];
+    of the last also what comes from the final state. Not the first's."""
+    after_BNJKV = dfinal_BJKV.new_zeros(len(dfinal_BJKV), pieces, *dfinal_BJKV.shape[1:])
+    after_BNJKV[:, -1] = dfinal_BJKV
+    alone = reverse_scan(q, k, do, prepared, after_BNJKV.flatten(0, 1), pieces)[2]
+    return alone.unflatten(0, (-1, pieces))
+
+
+def _gradients_after(maps_BNJKE: Tensor, alone_BNJKV: Tensor, dfinal_BJKV: Tensor) -> Tensor:
+    """The gradient of the state after each piece, [B N, J, K, V], from the end."""
+    K = maps_BNJKE.shape[3]
+    gradients = [dfinal_BJKV, alone_BNJKV[:, -1]]
+    for n in range(maps_BNJKE.shape[1] - 2, 0, -1):
         M_BJKK = maps_BNJKE[:, n, ..., -K:]
-        gradients.append(M_BJKK.mT @ gradients[-1] + alone.unflatten(0, (B, N))[:, n])
+        gradients.append(M_BJKK.mT @ gradients[-1] + alone_BNJKV[:, n])
     return torch.stack(gradients[::-1], dim=1).flatten(0, 1)
 
 
@@ -209,13 +230,17 @@ def shape_of(k_BTHK: Tensor, J: int) -> dict:
     return {"H": H, "J": J, "K": K, "C": CHUNK_LENGTH, "PRODUCT": product}
 
 
+def options_of(launch: Launch) -> dict:
+    return {"num_warps": launch.warps, "maxnreg": launch.registers}
+
+
 def prepare(q, k, log_decay, eta, document_T, options: Options):
-    """X and P [B, J, T', C], the row factors [4, B, J, T'] fp32 and the decay across each chunk
+    """X and P [B, J, T', C], the row factors [5, B, J, T'] fp32 and the decay across each chunk
     [B, J, N] fp32; T' is T filled up to whole chunks."""
     (B, T), J, C = k.shape[:2], eta.shape[2], CHUNK_LENGTH
     N = triton.cdiv(T, C)
     X_BJTC, P_BJTC = k.new_empty(B, J, N * C, C), k.new_empty(B, J, N * C, C)
-    rows_4BJT = k.new_empty(4, B, J, N * C, dtype=torch.float32)
+    rows_5BJT = k.new_empty(5, B, J, N * C, dtype=torch.float32)
     across_BJN = k.new_empty(B, J, N, dtype=torch.float32)
     launch_prepare(
         (N, B * J),
@@ -226,24 +251,26 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
         document_T,
         X_BJTC,
         P_BJTC,
-        rows_4BJT,
+        rows_5BJT,
         across_BJN,
         options.scale,
         options.eps,
         T,
         B * J * N * C,
         STEP_SIZE=options.step_size,
+        UNIT_QUERIES=options.unit_queries,
         HAS_DECAY=log_decay is not None,
         HAS_DOCUMENTS=document_T is not None,
         **shape_of(k, J),
-        num_warps=launch_plan(k.device).prepare_warps,
+        **options_of(launch_plan(k.device).prepare),
     )
-    return X_BJTC, P_BJTC, rows_4BJT, across_BJN
+    return X_BJTC, P_BJTC, rows_5BJT, across_BJN
 
 
-def scan(q, k, v, prepared, initial, training: bool):
-    """o, the final state, and for backward U and every second state. Without q no output; the
-    state has the columns of `initial`, of which v may have only the first."""
+def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
+    """o, the final state, and for backward U and some states. Without q no output; the
+    state has the columns of `initial`, of which v may have only the first. Of more than one piece
+    only the maps that are needed."""
     (B, T, _, K), (J, V) = k.shape, v.shape[2:]
     columns = V if initial is None else initial.shape[-1]
     N = triton.cdiv(T, CHUNK_LENGTH)
@@ -272,25 +299,28 @@ def scan(q, k, v, prepared, initial, training: bool):
         V=columns,
         VALUES=V,
         BLOCK_V=block_v,
+        PIECES=pieces,
         STATE_EVERY=STATE_EVERY,
         HAS_INITIAL=initial is not None,
         HAS_OUTPUT=q is not None,
         TRAINING=training,
         **shape_of(k, J),
         STAGES=plan.stages,
-        num_warps=plan.warps,
+        **options_of(plan),
     )
     return o_BTJV, final_BJKV, U_BTJV, states_BJNKV
 
 
-def reverse_scan(q, k, do, prepared, dfinal):
-    """The gradients of v, of every second state and of the initial one."""
+def reverse_scan(q, k, do, prepared, dfinal, pieces: int = 1):
+    """The gradients of v, of the state after each chunk and of the initial one; of more than one
+    piece only the last of these."""
     (B, T, _, K), (J, V) = k.shape, do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(k.device).reverse
     block_v = math.gcd(plan.block_v, V)
-    dv_BTJV = torch.empty_like(do)
-    dstates_BJNKV = do.new_empty(B, J, triton.cdiv(N, STATE_EVERY), K, V)
+    dv_BTJV = dstates_BJNKV = None
+    if pieces == 1:
+        dv_BTJV, dstates_BJNKV = torch.empty_like(do), do.new_empty(B, J, N, K, V)
     dinitial_BJKV = do.new_empty(B, J, K, V, dtype=torch.float32)
     launch_reverse_scan(
         (V // block_v, B * J),
@@ -307,93 +337,123 @@ def reverse_scan(q, k, do, prepared, dfinal):
         B * J * N * CHUNK_LENGTH,
         V=V,
         BLOCK_V=block_v,
-        STATE_EVERY=STATE_EVERY,
+        PIECES=pieces,
         HAS_DFINAL=dfinal is not None,
         **shape_of(k, J),
         STAGES=plan.stages,
-        num_warps=plan.warps,
+        **options_of(plan),
     )
     return dv_BTJV, dstates_BJNKV, dinitial_BJKV
 
 
-def gradient(q, k, U, do, dv, log_decay, eta, document_T, prepared, states, dstates, options):
-    """The gradients of q, k, the log decay (None without) and eta."""
-    _, _, rows_4BJT, across_BJN = prepared
-    (B, T, H, K), (J, V) = k.shape, U.shape[2:]
-    N = triton.cdiv(T, CHUNK_LENGTH)
-    plan = launch_plan(k.device)
-    shape = shape_of(k, J)
-    documents = document_T is not None
-    dP_BJTC, dM_BJTC = k.new_empty(2, B, J, N * CHUNK_LENGTH, CHUNK_LENGTH)
-    pull_BJT = rows_4BJT.new_empty(B, J, N * CHUNK_LENGTH)
+def pairs(o, U, do, dv, rows_5BJT, log_decay, eta, document_T, options):
+    """dP and dM [B, J, T', C], what the lengths take along k and q [2, B, J, T'] fp32, and the
+    gradient of eta."""
+    (B, T, J, V), C = U.shape, CHUNK_LENGTH
+    N = triton.cdiv(T, C)
+    plan = launch_plan(U.device).pairs
+    dP_BJTC, dM_BJTC = U.new_empty(2, B, J, N * C, C)
+    along_2BJT = rows_5BJT.new_empty(2, B, J, N * C)
     deta_BTJ = torch.empty_like(eta)
     launch_pairs(
         (N, B * J),
+        o,
         U,
         do,
         dv,
         log_decay,
         eta,
         document_T,
-        rows_4BJT,
+        rows_5BJT,
         dP_BJTC,
         dM_BJTC,
-        pull_BJT,
+        along_2BJT,
         deta_BTJ,
         options.scale,
         T,
-        rows_4BJT[0].numel(),
+        rows_5BJT[0].numel(),
         J=J,
         V=V,
-        BLOCK_V=math.gcd(128, V),
-        C=CHUNK_LENGTH,
+        BLOCK_V=math.gcd(plan.block_v, V),
+        C=C,
         STEP_SIZE=options.step_size,
+        UNIT_QUERIES=options.unit_queries,
         HAS_DECAY=log_decay is not None,
-        HAS_DOCUMENTS=documents,
-        PRODUCT=shape["PRODUCT"],
-        num_warps=plan.pairs_warps,
+        HAS_DOCUMENTS=document_T is not None,
+        PRODUCT=product_dtype(U.dtype),
+        **options_of(plan),
     )
-    block_k, block_v = min(plan.gradient.block_k, K), math.gcd(plan.gradient.block_v, V)
-    parts = K // block_k
-    dq_BTJK, dk_BTJK = q.new_empty(B, T, J, K), k.new_empty(B, T, J, K)
-    dlog_decay_PBTJ = None if log_decay is None else log_decay.new_empty(parts, B, T, J)
+    return dP_BJTC, dM_BJTC, along_2BJT, deta_BTJ
+
+
+def gradient(q, k, U, do, dv, factors, states, dstates, found, log_decay, eta, document_T, options):
+    """The gradients of q, k and the log decay (None without), from what `pairs` found."""
+    rows_5BJT, across_BJN = factors
+    (B, T, H, K), (J, V) = k.shape, U.shape[2:]
+    N = triton.cdiv(T, CHUNK_LENGTH)
+    plan = launch_plan(k.device).gradient
+    block_k, block_v = min(plan.block_k, K), min(plan.block_v, V)
+    parts, strips = K // block_k, V // block_v
+    groups = triton.cdiv(N, STATE_EVERY)
+    # Parts of a sum are not rounded.
+    dtype = torch.float32 if strips > 1 else q.dtype
+    dq_SBTJK, dk_SBTJK = q.new_empty(2, strips, B, T, J, K, dtype=dtype)
+    dG_2PBJT = carried_PBJN = dlog_decay_BTJ = None
+    if log_decay is not None:
+        dG_2PBJT = rows_5BJT.new_empty(2, strips * parts, *rows_5BJT.shape[1:])
+        carried_PBJN = rows_5BJT.new_empty(strips * parts, B, J, N)
     launch_gradient(
-        (N * parts, B * J),
+        (groups * strips * parts, B * J),
         q,
         k,
         U,
         do,
         dv,
-        document_T,
-        rows_4BJT,
+        rows_5BJT,
         across_BJN,
         states,
         dstates,
-        dP_BJTC,
-        dM_BJTC,
-        pull_BJT,
-        dq_BTJK,
-        dk_BTJK,
-        dlog_decay_PBTJ,
+        *found,
+        dq_SBTJK,
+        dk_SBTJK,
+        dG_2PBJT,
+        carried_PBJN,
         T,
         N,
-        rows_4BJT[0].numel(),
+        rows_5BJT[0].numel(),
         V=V,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
         STATE_EVERY=STATE_EVERY,
+        UNIT_QUERIES=options.unit_queries,
         HAS_DECAY=log_decay is not None,
-        HAS_DOCUMENTS=documents,
-        **shape,
-        STAGES=plan.gradient.stages,
-        num_warps=plan.gradient.warps,
+        **shape_of(k, J),
+        STAGES=plan.stages,
+        **options_of(plan),
     )
-    dlog_decay_BTJ = None if dlog_decay_PBTJ is None else dlog_decay_PBTJ.sum(0)
-    return _to_key_heads(dq_BTJK, H), _to_key_heads(dk_BTJK, H), dlog_decay_BTJ, deta_BTJ
+    if log_decay is not None:
+        dlog_decay_BTJ = torch.empty_like(log_decay)
+        launch_decay(
+            (N, B * J),
+            dG_2PBJT,
+            carried_PBJN,
+            document_T,
+            dlog_decay_BTJ,
+            T,
+            rows_5BJT[0].numel(),
+            J=J,
+            P=strips * parts,
+            C=CHUNK_LENGTH,
+            HAS_DOCUMENTS=document_T is not None,
+            num_warps=1,
+        )
+    dq_BTHK, dk_BTHK = (_summed(x, H, q.dtype) for x in (dq_SBTJK, dk_SBTJK))
+    return dq_BTHK, dk_BTHK, dlog_decay_BTJ
 
 
-def _to_key_heads(x_BTJK: Tensor, H: int) -> Tensor:
-    """The sum over the value heads that share a query/key head."""
+def _summed(x_SBTJK: Tensor, H: int, dtype: torch.dtype) -> Tensor:
+    """Over strips, and over the value heads that share a query/key head."""
+    x_BTJK = x_SBTJK[0] if len(x_SBTJK) == 1 else x_SBTJK.sum(0).to(dtype)
     if x_BTJK.shape[2] == H:
         return x_BTJK
     return x_BTJK.unflatten(2, (H, -1)).sum(3)

@@ -27,19 +27,22 @@ def close(what, found, exact):
     assert error < 2e-5, (what, error)
 
 
-for T, J, step_size, decay, offsets, rows in [
-    (1, 2, "kaczmarz", True, None, 1),
-    (65, 4, "kaczmarz", True, None, 1),
-    (66, 2, "longhorn", False, None, 1),
-    (64, 2, "learned", True, None, 1),
-    (210, 2, "kaczmarz", True, [0, 1, 70, 100, 140, 209, 210, 210], 3),
+for T, J, step_size, decay, unit_queries, offsets, rows in [
+    (1, 2, "kaczmarz", True, True, None, 1),
+    (65, 4, "kaczmarz", True, True, None, 1),
+    (66, 2, "longhorn", False, False, None, 1),
+    (64, 2, "learned", True, False, None, 1),
+    (210, 2, "kaczmarz", True, False, [0, 1, 70, 100, 140, 209, 210, 210], 3),
     # Four pieces, of which one begins a document.
-    (256, 2, "kaczmarz", True, [0, 1, 2, 63, 64, 66, 128, 256, 256], 1),
+    (256, 2, "kaczmarz", True, True, [0, 1, 2, 63, 64, 66, 128, 256, 256], 1),
 ]:
-    options = {"step_size": step_size}
+    options = {"step_size": step_size, "unit_queries": unit_queries}
     if offsets is not None:
         options["cu_seqlens"] = torch.tensor(offsets)
     inputs = common.make_inputs(T, J=J, decay=decay, step_size=step_size)
+    if unit_queries:
+        lengths = torch.linspace(0.1, 9, T, dtype=torch.float64)
+        inputs[0] = (inputs[0] * lengths[:, None, None]).detach().requires_grad_()
     exact = common.results(inputs, **options, backend="reference")
     fp32 = common.to_dtype(inputs, torch.float32)
     found = common.results(fp32, **options, rows=rows, backend="triton")

@@ -108,15 +108,16 @@ class Config(MixerConfig):
         # convolution's outputs.
         elements = sum(self.components().values()) + sum(self.convolved().values())
         elements += 2 * value  # the op's output and the norm's
-        elements += (2 if self.normalize_keys else 1) * key  # normalised
+        # Normalised keys, and queries where the op does not do it.
+        elements += (self.normalize_keys + (self.kernel == "chunk")) * key
         fp32 = self.value_heads  # eta
         if self.decay == "gated":
             fp32 += self.value_heads  # the log decay
         kept = elements * bytes_per_element + 4 * fp32
         if self.kernel == "triton":
-            # Two C x C matrices and half a state a chunk, and four numbers a token.
+            # Two C x C matrices and half a state a chunk, and five numbers a token.
             state = self.key_dim * self.value_dim / (2 * CHUNK)
-            kept += self.value_heads * (bytes_per_element * (2 * CHUNK + state) + 4 * 4)
+            kept += self.value_heads * (bytes_per_element * (2 * CHUNK + state) + 4 * 5)
         return kept / tensor
 
     def convolution_bytes_per_token(self, tensor: int, bytes_per_element: int) -> float:
@@ -137,8 +138,9 @@ class Config(MixerConfig):
         # output and gate.
         segment = 4 * chunks * chunk
         if self.kernel == "triton":
-            # The gradients of every second chunk's state, of q, k and v, and of two C x C matrices.
-            gradients = key * value / (2 * CHUNK) + 2 * key + value + 2 * CHUNK
+            # The gradients of every second chunk's state, and of q, k and v; those of two C x C
+            # matrices take the matrices' place.
+            gradients = key * value / (2 * CHUNK) + 2 * key + value
             segment = tokens * self.value_heads * gradients * bytes_per_element / tensor
         # The convolution's: gradients of its output and input, and of the whole projection's.
         rows = 2 * convolved + sum(self.components().values())
@@ -169,7 +171,7 @@ class Config(MixerConfig):
         # The map's scan keeps what the op's keeps, for key_dim more columns of values.
         columns = self.key_dim + self.value_dim
         kept = columns + 2 * CHUNK + self.key_dim * columns / (2 * CHUNK)
-        return tokens * self.value_heads * (element * kept + 4 * 4) / tensor
+        return tokens * self.value_heads * (element * kept + 4 * 5) / tensor
 
     def context_bytes_needed(
         self, tokens: int, tensor: int, context: int, element: int, longest: int
