@@ -39,11 +39,11 @@ PLANS = {
         gradient=Launch(warps=4, block_k=64),
     ),
     90: Plan(
-        prepare=Launch(warps=4),
-        scan=Launch(warps=4, block_v=64),
+        prepare=Launch(warps=4, registers=128),
+        scan=Launch(warps=4, stages=3, block_v=64),
         reverse=Launch(warps=4, stages=3, block_v=64),
         pairs=Launch(warps=4),
-        gradient=Launch(warps=4, block_k=64),
+        gradient=Launch(warps=4, stages=2, block_k=64),
     ),
 }
 """By compute capability: an A100 (compiled for, not run on one), an H100 or H200."""

@@ -41,6 +41,7 @@ def test_the_largest_kernel_fits(capability, monkeypatch):
         "reverse_scan_kernel",
         "pairs_kernel",
         "gradient_kernel",
+        "decay_kernel",
     ]
     assert_fits({k: x for k, x in found.items() if k[0] == "gradient_kernel"}, capability)
 
