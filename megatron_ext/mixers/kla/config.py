@@ -115,8 +115,8 @@ class Config(MixerConfig):
             fp32 += self.value_heads  # the log decay
         kept = elements * bytes_per_element + 4 * fp32
         if self.kernel == "triton":
-            # Two C x C matrices and half a state a chunk, and five numbers a token.
-            state = self.key_dim * self.value_dim / (2 * CHUNK)
+            # Two C x C matrices and an eighth of a state a chunk, and five numbers a token.
+            state = self.key_dim * self.value_dim / (8 * CHUNK)
             kept += self.value_heads * (bytes_per_element * (2 * CHUNK + state) + 4 * 5)
         return kept / tensor
 
@@ -138,9 +138,9 @@ class Config(MixerConfig):
         # output and gate.
         segment = 4 * chunks * chunk
         if self.kernel == "triton":
-            # The gradients of every second chunk's state, and of q, k and v; those of two C x C
-            # matrices take the matrices' place.
-            gradients = key * value / (2 * CHUNK) + 2 * key + value
+            # The gradients of every chunk's state, and of q, k and v; those of two C x C matrices
+            # take the matrices' place.
+            gradients = key * value / CHUNK + 2 * key + value
             segment = tokens * self.value_heads * gradients * bytes_per_element / tensor
         # The convolution's: gradients of its output and input, and of the whole projection's.
         rows = 2 * convolved + sum(self.components().values())
@@ -170,7 +170,7 @@ class Config(MixerConfig):
             return 0.0
         # The map's scan keeps what the op's keeps, for key_dim more columns of values.
         columns = self.key_dim + self.value_dim
-        kept = columns + 2 * CHUNK + self.key_dim * columns / (2 * CHUNK)
+        kept = columns + 2 * CHUNK + self.key_dim * columns / (8 * CHUNK)
         return tokens * self.value_heads * (element * kept + 4 * 5) / tensor
 
     def context_bytes_needed(
