@@ -146,7 +146,9 @@ SWEEP = {
     "scan": [Launch(4, stages, 64) for stages in (1, 2, 3)],
     "reverse": [Launch(4, stages, 64) for stages in (1, 2, 3)],
     "pairs": [Launch(4), Launch(4, block_v=64), Launch(8)],
-    "gradient": [Launch(4, stages, block_k=64) for stages in (1, 2)],
+    "states": [Launch(4, stages, 64, 64) for stages in (1, 2, 3)] + [Launch(4, 2, 128, 64)],
+    "gradient": [Launch(4, stages, 64, 64) for stages in (1, 2, 3)]
+    + [Launch(4, 1, 128, 64), Launch(4, 1, 64, 64, registers=168)],
 }
 """What --sweep launches each kernel with, the others as they are."""
 

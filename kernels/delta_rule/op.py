@@ -2,6 +2,7 @@
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from mixtron.kernels.delta_rule.chunk import delta_rule_chunk, segment_map_chunk
@@ -92,7 +93,8 @@ def delta_rule(
     if backend == "triton":
         options = {"rows": rows, "unit_queries": unit_queries}
     elif unit_queries:
-        q_BTHK = unit_norm(q_BTHK)
+        # Triton's norm takes no fp64.
+        q_BTHK = unit_norm(q_BTHK, backend="torch" if q_BTHK.dtype == torch.float64 else None)
     return BACKENDS[backend](
         q_BTHK,
         k_BTHK,

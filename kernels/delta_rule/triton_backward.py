@@ -16,12 +16,14 @@ def reverse_scan_kernel(
     P_BJTC,
     rows_5BJT,
     across_BJN,
-    dfinal_BJKV,
+    dafter_BJKV,
     dv_BTJV,
     dstates_BJNKV,
-    dinitial_BJKV,
+    dbefore_BJKV,
     T,
     N,
+    begin,
+    chunks,
     plane,
     H: tl.constexpr,
     J: tl.constexpr,
@@ -30,11 +32,11 @@ def reverse_scan_kernel(
     BLOCK_V: tl.constexpr,
     C: tl.constexpr,
     PIECES: tl.constexpr,
-    HAS_DFINAL: tl.constexpr,
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The gradients of v and of the state after each chunk, of BLOCK_V columns of one value head.
+    """The gradients of v and of the state after each of so many chunks from `begin` on, and of the
+    state before them, of BLOCK_V columns of one value head.
 
     Of more than one piece, in which each sequence is cut, only the gradient of the state before is
     asked for, and not the first's."""
@@ -45,14 +47,12 @@ def reverse_scan_kernel(
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, BLOCK_V)
     head = (j // (J // H)) * K
-    dS_KV = tl.zeros([K, BLOCK_V], tl.float32)
-    if HAS_DFINAL:
-        dS_KV = tl.load(tile(dfinal_BJKV + column, bj * K, V, key_K, value_V)).to(tl.float32)
-    count = N
+    dS_KV = tl.load(tile(dafter_BJKV + column, bj * K, V, key_K, value_V)).to(tl.float32)
+    count = chunks
     if PIECES > 1:
-        count = tl.where(b % PIECES > 0, N, 0)
+        count = tl.where(b % PIECES > 0, chunks, 0)
     for step in tl.range(0, count, num_stages=STAGES):
-        n = N - 1 - step
+        n = begin + chunks - 1 - step
         first = b * T + n * C
         chunk = bj * N * C + n * C
         inside_C1 = (row_C < T - n * C)[:, None]
@@ -69,7 +69,7 @@ def reverse_scan_kernel(
         k_CK, q_CK = k_CK.to(PRODUCT), q_CK.to(PRODUCT)
         dS_low_KV = dS_KV.to(PRODUCT)
         if PIECES == 1:
-            dS_tile = tile(dstates_BJNKV + column, (bj * N + n) * K, V, key_K, value_V)
+            dS_tile = tile(dstates_BJNKV + column, (bj * chunks + n - begin) * K, V, key_K, value_V)
             tl.store(dS_tile, dS_low_KV.to(dstates_BJNKV.dtype.element_ty))
         dU_CV = tl.dot(k_CK, dS_low_KV) * write_C[:, None]
         dU_CV = tl.dot(tl.trans(P_CC.to(PRODUCT)), do_CV.to(PRODUCT), dU_CV)
@@ -81,4 +81,4 @@ def reverse_scan_kernel(
         dS_KV = tl.dot(tl.trans(q_CK), read_CV, dS_KV * across)
         seen_CV = (-dR_CV * read_C[:, None]).to(PRODUCT)
         dS_KV = tl.dot(tl.trans(k_CK), seen_CV, dS_KV)
-    tl.store(tile(dinitial_BJKV + column, bj * K, V, key_K, value_V), dS_KV)
+    tl.store(tile(dbefore_BJKV + column, bj * K, V, key_K, value_V), dS_KV)

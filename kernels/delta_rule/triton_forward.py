@@ -80,7 +80,6 @@ def prepare_kernel(
     first = b * T + n * C
     head = (j // (J // H)) * K
     k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C[:, None], 0.0)
-    q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C[:, None], 0.0)
     norm2_C = tl.sum(k_CK.to(tl.float32) * k_CK.to(tl.float32), 1)
     r_C, rv_C = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
     if STEP_SIZE == "kaczmarz":
@@ -90,10 +89,25 @@ def prepare_kernel(
         r_C = 1 / tl.sqrt(1 + eta_C * norm2_C)
         rv_C = r_C
 
+    k_CK = k_CK.to(PRODUCT)
+    decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf"))) * r_C[None, :]
+    A_CC = tl.dot(k_CK, tl.trans(k_CK)) * decay_CC * (eta_C * r_C)[:, None]
+    A_CC = tl.where(row_C[:, None] > row_C[None, :], A_CC, 0.0)
+    # Not 0: backward divides by it.
+    weight_C = tl.where(inside_C, tl.maximum(eta_C, 2.0**-40) * rv_C, 0.0)
+    X_CC = unit_lower_inverse(A_CC) * weight_C[None, :]
+    pair_CC = (bj * N * C + n * C) * C + (row_C[:, None] * C + row_C[None, :])
+    tl.store(X_BJTC + pair_CC, X_CC.to(X_BJTC.dtype.element_ty))
+
+    # Only now, so that P and q are not held in registers through the inversion.
+    q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C[:, None], 0.0)
     unit_C = tl.where(inside_C, 1.0, 0.0)
     if UNIT_QUERIES:
         length_C = tl.sqrt(tl.sum(q_CK.to(tl.float32) * q_CK.to(tl.float32), 1))
         unit_C = unit_C / tl.maximum(length_C, 1e-12)
+    P_CC = tl.dot(q_CK.to(PRODUCT), tl.trans(k_CK)) * (unit_C * scale)[:, None]
+    P_CC *= tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf"))) * r_C[None, :]
+    tl.store(P_BJTC + pair_CC, P_CC.to(P_BJTC.dtype.element_ty))
     factor = rows_5BJT + bj * N * C + n * C + row_C
     tl.store(factor, from_start_C * r_C / rv_C)
     tl.store(factor + plane, to_end_C * r_C)
@@ -101,18 +115,6 @@ def prepare_kernel(
     tl.store(factor + 3 * plane, tl.where(inside_C, r_C, 0.0))
     tl.store(factor + 4 * plane, unit_C)
     tl.store(across_BJN + bj * N + n, across)
-
-    k_CK = k_CK.to(PRODUCT)
-    pair_CC = (bj * N * C + n * C) * C + (row_C[:, None] * C + row_C[None, :])
-    decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf"))) * r_C[None, :]
-    P_CC = tl.dot(q_CK.to(PRODUCT), tl.trans(k_CK)) * decay_CC * (unit_C * scale)[:, None]
-    tl.store(P_BJTC + pair_CC, P_CC.to(P_BJTC.dtype.element_ty))
-    A_CC = tl.dot(k_CK, tl.trans(k_CK)) * decay_CC * (eta_C * r_C)[:, None]
-    A_CC = tl.where(row_C[:, None] > row_C[None, :], A_CC, 0.0)
-    # Not 0: backward divides by it.
-    weight_C = tl.where(inside_C, tl.maximum(eta_C, 2.0**-40) * rv_C, 0.0)
-    X_CC = unit_lower_inverse(A_CC) * weight_C[None, :]
-    tl.store(X_BJTC + pair_CC, X_CC.to(X_BJTC.dtype.element_ty))
 
 
 @triton.jit

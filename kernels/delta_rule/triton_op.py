@@ -4,6 +4,7 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from mixtron.kernels.delta_rule.decode import StepSize
 from mixtron.kernels.delta_rule.triton_backward import reverse_scan_kernel
 from mixtron.kernels.delta_rule.triton_forward import prepare_kernel, scan_kernel
-from mixtron.kernels.delta_rule.triton_gradient import decay_kernel, gradient_kernel, pairs_kernel
+from mixtron.kernels.delta_rule.triton_gradient import gradient_kernel, pairs_kernel, states_kernel
 from mixtron.kernels.delta_rule.triton_plan import Launch, launch_plan
 from mixtron.kernels.launching import Launched
 from mixtron.kernels.recurrence import compose_chunks, document_numbers
@@ -22,16 +23,16 @@ from mixtron.kernels.triton_tools import check_takes, product_dtype
 
 launch_prepare, launch_scan = Launched(prepare_kernel), Launched(scan_kernel)
 launch_reverse_scan, launch_pairs = Launched(reverse_scan_kernel), Launched(pairs_kernel)
-launch_gradient, launch_decay = Launched(gradient_kernel), Launched(decay_kernel)
+launch_states, launch_gradient = Launched(states_kernel), Launched(gradient_kernel)
 CHUNK_LENGTH = 64
-PROGRAMS = 256
-"""That keep a GPU busy: two on each multiprocessor."""
-FEWEST_PIECES, MOST_PIECES = 4, 8
-"""A sequence of few heads is cut in pieces that are scanned side by side, once their maps have
-given the state before each. The maps cost about two scans of a piece, so fewer pieces save nothing;
-states are handed on one after another, so more save little."""
+PROGRAMS, MOST_PIECES = 128, 8
+"""A sequence of few heads is cut in pieces that are scanned side by side, up to so many programs,
+about one for each multiprocessor. Their maps, which come first, cost up to two scans of a piece."""
 STATE_EVERY = 8
 """Of so many chunks a state is kept; those between are computed again in backward."""
+SEGMENTS = 4
+"""Backward takes the chunks in so many parts, from the last: states, their gradients and those of P
+and A are there of one part at a time."""
 
 
 def delta_rule_triton(
@@ -122,9 +123,6 @@ class Options:
 
 
 class _DeltaRule(torch.autograd.Function):
-    clear_saved_tensors_on_access = True
-    """So that backward can let go of what it has used; a second one is refused by torch."""
-
     @staticmethod
     def forward(ctx, q, k, v, log_decay, eta, initial, cu_seqlens, options):
         (B, T), (J, V) = q.shape[:2], v.shape[2:]
@@ -132,8 +130,6 @@ class _DeltaRule(torch.autograd.Function):
         if cu_seqlens is not None:
             document_T = document_numbers(cu_seqlens, B * T)
         pieces = _pieces(T, B * J * V // 64)
-        if pieces < FEWEST_PIECES:
-            pieces = 1
         q, k, v, log_decay, eta = (_cut(x, pieces) for x in (q, k, v, log_decay, eta))
         prepared = prepare(q, k, log_decay, eta, document_T, options)
         maps, states_before = None, initial
@@ -152,23 +148,76 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dfinal):  # type: ignore[override]
-        q, k, log_decay, eta, document_T, *saved = ctx.saved_tensors
-        *prepared, o, U, states, maps = saved
-        del saved
+        q, k, log_decay, eta, document_T, *prepared, o, U, states, maps = ctx.saved_tensors
         pieces = ctx.pieces
         do = _cut(do, pieces)
         if pieces > 1:
             alone_BNJKV = _gradients_alone(q, k, do, prepared, dfinal, pieces)
             dfinal = _gradients_after(maps, alone_BNJKV, dfinal)
-        dv, dstates, dinitial = reverse_scan(q, k, do, prepared, dfinal)
-        factors = prepared[2:]
-        del prepared  # X and P make room for their gradients
-        given = (log_decay, eta, document_T, ctx.options)
-        *found, deta = pairs(o, U, do, dv, factors[0], *given)
-        dq, dk, dlog_decay = gradient(q, k, U, do, dv, factors, states, dstates, found, *given)
-        found = (None if x is None else _join(x, pieces) for x in (dq, dk, dv, dlog_decay, deta))
+        inputs = Inputs(q, k, log_decay, eta, document_T, prepared, o, U, states, do)
+        found, dinitial = _gradients(inputs, dfinal, ctx.options)
+        found = (None if x is None else _join(x, pieces) for x in found)
         dinitial = dinitial[::pieces] if ctx.has_initial else None
         return *found, dinitial, None, None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What backward has: arguments, what forward made of them, and the output's gradient."""
+
+    q: Tensor
+    k: Tensor
+    log_decay: Tensor | None
+    eta: Tensor
+    document_T: Tensor | None
+    prepared: Sequence[Tensor]
+    o: Tensor | None
+    U: Tensor
+    states: Tensor
+    do: Tensor
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of every token, filled segment by segment; q's and k's by value head, the log decay's by
+    block of keys."""
+
+    dq_BTJK: Tensor
+    dk_BTJK: Tensor
+    dv_BTJV: Tensor
+    dlog_decay_PBTJ: Tensor | None
+    deta_BTJ: Tensor
+
+
+def _gradients(x: Inputs, dfinal: Tensor, options: Options) -> tuple[tuple, Tensor]:
+    """The gradients of q, k, v, log decay and eta, and of the initial state."""
+    (B, T, H, K), J = x.k.shape, x.eta.shape[2]
+    N = triton.cdiv(T, CHUNK_LENGTH)
+    parts = triton.cdiv(K, launch_plan(x.k.device).gradient.block_k)
+    out = Gradients(
+        dq_BTJK=x.q.new_empty(B, T, J, K),
+        dk_BTJK=x.k.new_empty(B, T, J, K),
+        dv_BTJV=torch.empty_like(x.do),
+        dlog_decay_PBTJ=None if x.log_decay is None else x.log_decay.new_empty(parts, B, T, J),
+        deta_BTJ=torch.empty_like(x.eta),
+    )
+    length = triton.cdiv(triton.cdiv(N, SEGMENTS), STATE_EVERY) * STATE_EVERY
+    state = dfinal
+    for begin in reversed(range(0, N, length)):
+        state = _segment(x, out, state, begin, min(length, N - begin), options)
+    dlog_decay = None if out.dlog_decay_PBTJ is None else out.dlog_decay_PBTJ.sum(0)
+    dq, dk = (_to_key_heads(dx, H) for dx in (out.dq_BTJK, out.dk_BTJK))
+    return (dq, dk, out.dv_BTJV, dlog_decay, out.deta_BTJ), state
+
+
+def _segment(x: Inputs, out: Gradients, after, begin: int, chunks: int, options: Options):
+    """Fills the gradients of some chunks; from the gradient of the state after them to that before
+    them."""
+    dstates, before = reverse_scan(x.q, x.k, x.do, x.prepared, after, out.dv_BTJV, begin, chunks)
+    pairs = pair_gradients(x, out, begin, chunks, options)
+    states = states_again(x, begin, chunks)
+    gradient(x, out, states, dstates, pairs, begin, chunks, options)
+    return before
 
 
 def _cut(x_BTE: Tensor | None, pieces: int) -> Tensor | None:
@@ -209,7 +258,9 @@ def _gradients_alone(q, k, do, prepared, dfinal_BJKV: Tensor, pieces: int) -> Te
     of the last also what comes from the final state. Not the first's."""
     after_BNJKV = dfinal_BJKV.new_zeros(len(dfinal_BJKV), pieces, *dfinal_BJKV.shape[1:])
     after_BNJKV[:, -1] = dfinal_BJKV
-    alone = reverse_scan(q, k, do, prepared, after_BNJKV.flatten(0, 1), pieces)[2]
+    chunks = triton.cdiv(k.shape[1], CHUNK_LENGTH)
+    after = after_BNJKV.flatten(0, 1)
+    _, alone = reverse_scan(q, k, do, prepared, after, None, 0, chunks, pieces)
     return alone.unflatten(0, (-1, pieces))
 
 
@@ -311,66 +362,67 @@ def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
     return o_BTJV, final_BJKV, U_BTJV, states_BJNKV
 
 
-def reverse_scan(q, k, do, prepared, dfinal, pieces: int = 1):
-    """The gradients of v, of the state after each chunk and of the initial one; of more than one
-    piece only the last of these."""
+def reverse_scan(q, k, do, prepared, dafter, dv, begin: int, chunks: int, pieces: int = 1):
+    """The gradients of the state after each of the chunks and of that before them; fills v's. Of
+    more than one piece only what is before the others than the first."""
     (B, T, _, K), (J, V) = k.shape, do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(k.device).reverse
     block_v = math.gcd(plan.block_v, V)
-    dv_BTJV = dstates_BJNKV = None
-    if pieces == 1:
-        dv_BTJV, dstates_BJNKV = torch.empty_like(do), do.new_empty(B, J, N, K, V)
-    dinitial_BJKV = do.new_empty(B, J, K, V, dtype=torch.float32)
+    dstates_BJNKV = do.new_empty(B, J, chunks, K, V) if pieces == 1 else None
+    dbefore_BJKV = do.new_empty(B, J, K, V, dtype=torch.float32)
     launch_reverse_scan(
         (V // block_v, B * J),
         q,
         k,
         do,
         *prepared,
-        None if dfinal is None else dfinal.contiguous(),
-        dv_BTJV,
+        dafter.contiguous(),
+        dv,
         dstates_BJNKV,
-        dinitial_BJKV,
+        dbefore_BJKV,
         T,
         N,
+        begin,
+        chunks,
         B * J * N * CHUNK_LENGTH,
         V=V,
         BLOCK_V=block_v,
         PIECES=pieces,
-        HAS_DFINAL=dfinal is not None,
         **shape_of(k, J),
         STAGES=plan.stages,
         **options_of(plan),
     )
-    return dv_BTJV, dstates_BJNKV, dinitial_BJKV
+    return dstates_BJNKV, dbefore_BJKV
 
 
-def pairs(o, U, do, dv, rows_5BJT, log_decay, eta, document_T, options):
-    """dP and dM [B, J, T', C], what the lengths take along k and q [2, B, J, T'] fp32, and the
-    gradient of eta."""
-    (B, T, J, V), C = U.shape, CHUNK_LENGTH
+def pair_gradients(x: Inputs, out: Gradients, begin: int, chunks: int, options: Options):
+    """Of some chunks dP and dM [B, J, chunks C, C] and what the lengths take along k and q,
+    [2, B, J, chunks C] fp32; fills the gradient of eta."""
+    (B, T, J, V), C = x.U.shape, CHUNK_LENGTH
     N = triton.cdiv(T, C)
-    plan = launch_plan(U.device).pairs
-    dP_BJTC, dM_BJTC = U.new_empty(2, B, J, N * C, C)
-    along_2BJT = rows_5BJT.new_empty(2, B, J, N * C)
-    deta_BTJ = torch.empty_like(eta)
+    plan = launch_plan(x.U.device).pairs
+    rows_5BJT = x.prepared[2]
+    dP_BJTC, dM_BJTC = x.U.new_empty(2, B, J, chunks * C, C)
+    along_2BJT = rows_5BJT.new_empty(2, B, J, chunks * C)
     launch_pairs(
-        (N, B * J),
-        o,
-        U,
-        do,
-        dv,
-        log_decay,
-        eta,
-        document_T,
+        (chunks, B * J),
+        x.o,
+        x.U,
+        x.do,
+        out.dv_BTJV,
+        x.log_decay,
+        x.eta,
+        x.document_T,
         rows_5BJT,
         dP_BJTC,
         dM_BJTC,
         along_2BJT,
-        deta_BTJ,
+        out.deta_BTJ,
         options.scale,
         T,
+        N,
+        begin,
         rows_5BJT[0].numel(),
         J=J,
         V=V,
@@ -378,82 +430,89 @@ def pairs(o, U, do, dv, rows_5BJT, log_decay, eta, document_T, options):
         C=C,
         STEP_SIZE=options.step_size,
         UNIT_QUERIES=options.unit_queries,
-        HAS_DECAY=log_decay is not None,
-        HAS_DOCUMENTS=document_T is not None,
-        PRODUCT=product_dtype(U.dtype),
+        HAS_DECAY=x.log_decay is not None,
+        HAS_DOCUMENTS=x.document_T is not None,
+        PRODUCT=product_dtype(x.U.dtype),
         **options_of(plan),
     )
-    return dP_BJTC, dM_BJTC, along_2BJT, deta_BTJ
+    return dP_BJTC, dM_BJTC, along_2BJT
 
 
-def gradient(q, k, U, do, dv, factors, states, dstates, found, log_decay, eta, document_T, options):
-    """The gradients of q, k and the log decay (None without), from what `pairs` found."""
-    rows_5BJT, across_BJN = factors
-    (B, T, H, K), (J, V) = k.shape, U.shape[2:]
+def states_again(x: Inputs, begin: int, chunks: int) -> Tensor:
+    """The state before each of some chunks, [B, J, chunks, K, V]."""
+    (B, T, _, K), (J, V) = x.k.shape, x.U.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
-    plan = launch_plan(k.device).gradient
-    block_k, block_v = min(plan.block_k, K), min(plan.block_v, V)
-    parts, strips = K // block_k, V // block_v
-    groups = triton.cdiv(N, STATE_EVERY)
-    # Parts of a sum are not rounded.
-    dtype = torch.float32 if strips > 1 else q.dtype
-    dq_SBTJK, dk_SBTJK = q.new_empty(2, strips, B, T, J, K, dtype=dtype)
-    dG_2PBJT = carried_PBJN = dlog_decay_BTJ = None
-    if log_decay is not None:
-        dG_2PBJT = rows_5BJT.new_empty(2, strips * parts, *rows_5BJT.shape[1:])
-        carried_PBJN = rows_5BJT.new_empty(strips * parts, B, J, N)
-    launch_gradient(
-        (groups * strips * parts, B * J),
-        q,
-        k,
-        U,
-        do,
-        dv,
+    plan = launch_plan(x.k.device).states
+    block_k, block_v = min(plan.block_k, K), math.gcd(plan.block_v, V)
+    states_BJNKV = x.U.new_empty(B, J, chunks, K, V)
+    rows_5BJT, across_BJN = x.prepared[2:]
+    launch_states(
+        (K // block_k * (V // block_v), triton.cdiv(chunks, STATE_EVERY), B * J),
+        x.k,
+        x.U,
         rows_5BJT,
         across_BJN,
-        states,
-        dstates,
-        *found,
-        dq_SBTJK,
-        dk_SBTJK,
-        dG_2PBJT,
-        carried_PBJN,
+        x.states,
+        states_BJNKV,
         T,
         N,
+        begin,
+        chunks,
         rows_5BJT[0].numel(),
         V=V,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
         STATE_EVERY=STATE_EVERY,
-        UNIT_QUERIES=options.unit_queries,
-        HAS_DECAY=log_decay is not None,
-        **shape_of(k, J),
+        **shape_of(x.k, J),
         STAGES=plan.stages,
         **options_of(plan),
     )
-    if log_decay is not None:
-        dlog_decay_BTJ = torch.empty_like(log_decay)
-        launch_decay(
-            (N, B * J),
-            dG_2PBJT,
-            carried_PBJN,
-            document_T,
-            dlog_decay_BTJ,
-            T,
-            rows_5BJT[0].numel(),
-            J=J,
-            P=strips * parts,
-            C=CHUNK_LENGTH,
-            HAS_DOCUMENTS=document_T is not None,
-            num_warps=1,
-        )
-    dq_BTHK, dk_BTHK = (_summed(x, H, q.dtype) for x in (dq_SBTJK, dk_SBTJK))
-    return dq_BTHK, dk_BTHK, dlog_decay_BTJ
+    return states_BJNKV
 
 
-def _summed(x_SBTJK: Tensor, H: int, dtype: torch.dtype) -> Tensor:
-    """Over strips, and over the value heads that share a query/key head."""
-    x_BTJK = x_SBTJK[0] if len(x_SBTJK) == 1 else x_SBTJK.sum(0).to(dtype)
+def gradient(
+    x: Inputs, out: Gradients, states, dstates, pairs, begin: int, chunks: int, options: Options
+) -> None:
+    """Fills the gradients of q, k and the log decay of some chunks."""
+    (B, T, _, K), (J, V) = x.k.shape, x.U.shape[2:]
+    N = triton.cdiv(T, CHUNK_LENGTH)
+    plan = launch_plan(x.k.device).gradient
+    block_k = min(plan.block_k, K)
+    rows_5BJT, across_BJN = x.prepared[2:]
+    launch_gradient(
+        (chunks * (K // block_k), B * J),
+        x.q,
+        x.k,
+        x.U,
+        x.do,
+        out.dv_BTJV,
+        x.document_T,
+        rows_5BJT,
+        across_BJN,
+        states,
+        dstates,
+        *pairs,
+        out.dq_BTJK,
+        out.dk_BTJK,
+        out.dlog_decay_PBTJ,
+        T,
+        N,
+        begin,
+        rows_5BJT[0].numel(),
+        V=V,
+        BLOCK_K=block_k,
+        BLOCK_V=math.gcd(plan.block_v, V),
+        UNIT_QUERIES=options.unit_queries,
+        HAS_DECAY=x.log_decay is not None,
+        HAS_DOCUMENTS=x.document_T is not None,
+        **shape_of(x.k, J),
+        STAGES=plan.stages,
+        **options_of(plan),
+    )
+
+
+def _to_key_heads(x_BTJK: Tensor, H: int) -> Tensor:
+    """The sum over the value heads that share a query/key head."""
     if x_BTJK.shape[2] == H:
         return x_BTJK
     return x_BTJK.unflatten(2, (H, -1)).sum(3)

@@ -27,6 +27,7 @@ class Plan:
     scan: Launch
     reverse: Launch
     pairs: Launch
+    states: Launch
     gradient: Launch
 
 
@@ -36,14 +37,16 @@ PLANS = {
         scan=Launch(warps=4, block_v=64),
         reverse=Launch(warps=4, stages=2, block_v=64),
         pairs=Launch(warps=4),
-        gradient=Launch(warps=4, block_k=64),
+        states=Launch(warps=4, stages=2, block_v=64, block_k=64),
+        gradient=Launch(warps=4, block_v=64, block_k=64),
     ),
     90: Plan(
-        prepare=Launch(warps=4, registers=128),
+        prepare=Launch(warps=4, registers=168),
         scan=Launch(warps=4, stages=3, block_v=64),
         reverse=Launch(warps=4, stages=3, block_v=64),
         pairs=Launch(warps=4),
-        gradient=Launch(warps=4, stages=2, block_k=64),
+        states=Launch(warps=4, stages=3, block_v=64, block_k=64),
+        gradient=Launch(warps=4, block_v=64, block_k=64),
     ),
 }
 """By compute capability: an A100 (compiled for, not run on one), an H100 or H200."""

@@ -10,15 +10,22 @@ CHECK = """
 import dataclasses
 import torch
 from mixtron.kernels import self_test, self_test_cases
-from mixtron.kernels.delta_rule import delta_rule_decode, delta_rule_segment_map, triton_plan
+from mixtron.kernels.delta_rule import (
+    delta_rule_decode,
+    delta_rule_segment_map,
+    triton_op,
+    triton_plan,
+)
 from tests.kernels import test_delta_rule as common
 
 # Two blocks of keys and of values in each program or grid.
 half = triton_plan.Launch(warps=4, stages=1, block_v=16, block_k=16)
 triton_plan.PLANS[90] = dataclasses.replace(
-    triton_plan.PLANS[90], scan=half, reverse=half, gradient=half
+    triton_plan.PLANS[90], scan=half, reverse=half, states=half, gradient=half
 )
 common.K = common.V = 32
+# Two segments of 200 tokens, each of two chunks of which the first's state is kept.
+triton_op.STATE_EVERY = triton_op.SEGMENTS = 2
 
 
 def close(what, found, exact):
@@ -30,7 +37,7 @@ def close(what, found, exact):
 for T, J, step_size, decay, unit_queries, offsets, rows in [
     (1, 2, "kaczmarz", True, True, None, 1),
     (65, 4, "kaczmarz", True, True, None, 1),
-    (66, 2, "longhorn", False, False, None, 1),
+    (200, 2, "longhorn", False, False, None, 1),
     (64, 2, "learned", True, False, None, 1),
     (210, 2, "kaczmarz", True, False, [0, 1, 70, 100, 140, 209, 210, 210], 3),
     # Four pieces, of which one begins a document.
@@ -112,7 +119,7 @@ def test_interpreted_kernels_equal_the_recurrence():
     expected = [
         "checked 1 8",
         "checked 65 8",
-        "checked 66 7",
+        "checked 200 7",
         "checked 64 8",
         "checked 210 8",
         "checked 256 8",
