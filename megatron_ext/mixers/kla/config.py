@@ -138,9 +138,9 @@ class Config(MixerConfig):
         # output and gate.
         segment = 4 * chunks * chunk
         if self.kernel == "triton":
-            # The gradients of every chunk's state, and of q, k and v; those of two C x C matrices
-            # take the matrices' place.
-            gradients = key * value / CHUNK + 2 * key + value
+            # The gradients of q, k and v; of a quarter of the chunks states, their gradients and
+            # those of two C x C matrices.
+            gradients = 2 * key + value + (2 * key * value / CHUNK + 2 * CHUNK) / 4
             segment = tokens * self.value_heads * gradients * bytes_per_element / tensor
         # The convolution's: gradients of its output and input, and of the whole projection's.
         rows = 2 * convolved + sum(self.components().values())
@@ -178,7 +178,8 @@ class Config(MixerConfig):
     ) -> float:
         if self.kernel != "triton" or self.context_exchange != "state":
             return 0.0
-        # Of the map's further columns: gradients of states, of values and of the unused output.
+        # Of the map's further columns: states and their gradients of a quarter of the chunks, the
+        # gradients of values and of the unused output.
         needed = self.key_dim**2 / (2 * CHUNK) + 2 * self.key_dim + self.value_dim
         return tokens * self.value_heads * element * needed / tensor
 
