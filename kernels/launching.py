@@ -23,17 +23,23 @@ class Launched:
         self.compiled: dict[tuple, tuple] = {}
 
     def __call__(
-        self, grid: Sequence[int], *arguments: Any, num_warps: int, **constants: Any
+        self,
+        grid: Sequence[int],
+        *arguments: Any,
+        num_warps: int,
+        maxnreg: int | None = None,
+        **constants: Any,
     ) -> None:
         """Arguments in the kernel's order, constants by name."""
+        options = {"num_warps": num_warps} | ({} if maxnreg is None else {"maxnreg": maxnreg})
         if triton_tools.INTERPRETED:
-            self.kernel[grid](*arguments, **constants, num_warps=num_warps)
+            self.kernel[grid](*arguments, **constants, **options)
             return
         device = torch.cuda.current_device()
-        kind = (device, num_warps, *constants.items(), *_kinds(arguments))
+        kind = (device, *options.values(), *constants.items(), *_kinds(arguments))
         known = self.compiled.get(kind)
         if known is None:
-            compiled = self.kernel[grid](*arguments, **constants, num_warps=num_warps)
+            compiled = self.kernel[grid](*arguments, **constants, **options)
             values = tuple(constants[name] for name in self.kernel.arg_names[len(arguments) :])
             self.compiled[kind] = compiled, values
             return

@@ -1,6 +1,6 @@
 """Times the delta rule on the GPU beside flash-linear-attention's gated delta rule, in one run.
 
-    python -m mixtron.kernels.delta_rule.bench [--kernels] [--sweep 2 1] [--alone]
+    python -m mixtron.kernels.delta_rule.bench [--kernels] [--sweep] [--alone]
 
 Prints forward, forward + backward, and the memory that they need beyond their inputs,
 from raw q, k, v and gate logits, as a mixer has them; and the decode step. Nothing is checked here:
@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mixtron.kernels import measure
@@ -23,25 +22,14 @@ from mixtron.kernels.delta_rule import (
     delta_rule,
     delta_rule_decode,
     delta_rule_segment_map,
-    triton_op,
     triton_plan,
 )
+from mixtron.kernels.delta_rule.gates import decay_and_step_size
 from mixtron.kernels.delta_rule.triton_plan import Launch
-from mixtron.kernels.norms import unit_norm
 
 SHAPES = ((8, 4096, 16), (1, 32768, 32), (1, 131072, 16))
 WIDTH = 128
 DECODE_BATCHES = (1, 32, 256)
-SWEEP = {
-    "gradient": [
-        Launch(4, 1, 128, 64),
-        Launch(4, 1, 64, 64),
-        Launch(4, 2, 64, 64),
-        Launch(8, 1, 64, 128),
-    ],
-    "prepare_warps": [8],
-}
-"""What --sweep launches each kernel with, the others as they are."""
 
 
 def make_inputs(shape: tuple[int, int, int]) -> dict[str, Tensor]:
@@ -59,14 +47,15 @@ def make_inputs(shape: tuple[int, int, int]) -> dict[str, Tensor]:
     return {name: x.requires_grad_() for name, x in inputs.items()}
 
 
-def gates(decay: Tensor, step: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    return -rate.exp() * F.softplus(decay.float() + bias), step.float().sigmoid()
+def gates(decay: Tensor, step: Tensor, rate: Tensor, bias: Tensor) -> list[Tensor]:
+    rows = (x.reshape(-1, 1, x.shape[-1]) for x in (decay, step))
+    return [x.view(decay.shape) for x in decay_and_step_size(*rows, rate, bias)]
 
 
 def ours(q, k, v, decay, step, rate, bias) -> Tensor:
     log_decay, eta = gates(decay, step, rate, bias)
-    options = {"step_size": "kaczmarz", "backend": "triton"}
-    return delta_rule(unit_norm(q), k, v, log_decay, eta, **options)[0]  # pyright: ignore
+    options = {"step_size": "kaczmarz", "unit_queries": True, "backend": "triton"}
+    return delta_rule(q, k, v, log_decay, eta, **options)[0]  # pyright: ignore
 
 
 def peer(q, k, v, decay, step, rate, bias) -> Tensor:
@@ -152,9 +141,20 @@ def kernels(shape: tuple[int, int, int]) -> None:
     print(f"\n{shape}, kernels\n\n{measure.table(('kernel', 'ms'), rows)}", flush=True)
 
 
-def sweep(shape: tuple[int, int, int], every: int) -> None:
-    """The op with each launch, a state kept of so many chunks; and how far the gradients move."""
-    triton_op.STATE_EVERY = every
+SWEEP = {
+    "prepare": [Launch(4), Launch(4, registers=168), Launch(4, registers=128)],
+    "scan": [Launch(4, stages, 64) for stages in (1, 2, 3)],
+    "reverse": [Launch(4, stages, 64) for stages in (1, 2, 3)],
+    "pairs": [Launch(4), Launch(4, block_v=64), Launch(8)],
+    "states": [Launch(4, stages, 64, 64) for stages in (1, 2, 3)] + [Launch(4, 2, 128, 64)],
+    "gradient": [Launch(4, stages, 64, 64) for stages in (1, 2, 3)]
+    + [Launch(4, 1, 128, 64), Launch(4, 1, 64, 64, registers=168)],
+}
+"""What --sweep launches each kernel with, the others as they are."""
+
+
+def sweep(shape: tuple[int, int, int]) -> None:
+    """The op with each launch, and how far the gradients move."""
     inputs = make_inputs(shape)
     leaves = list(inputs.values())
     grad = torch.randn_like(ours(**inputs))
@@ -163,7 +163,7 @@ def sweep(shape: tuple[int, int, int], every: int) -> None:
         return torch.autograd.grad(ours(**inputs), leaves, grad)
 
     base, expected = triton_plan.PLANS[90], both()
-    print(f"\n{shape}, one state kept of {every}: forward + backward ms, MiB, moved\n")
+    print(f"\n{shape}, launch: forward + backward ms, MiB, moved\n")
     for part, launches in SWEEP.items():
         for launch in launches:
             triton_plan.PLANS[90] = dataclasses.replace(base, **{part: launch})
@@ -180,19 +180,20 @@ def sweep(shape: tuple[int, int, int], every: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kernels", action="store_true", help="each kernel's time too")
-    parser.add_argument("--sweep", type=int, nargs="*", default=[], help="launches too; 1 or 2")
+    parser.add_argument("--sweep", action="store_true", help="launches too")
     parser.add_argument("--alone", action="store_true", help="without the peer")
     options = parser.parse_args()
     print(measure.versions(), flush=True)
-    compare("KLA, this op", ours)
-    decode("KLA, this op", own_step)
-    segment_maps()
-    for shape in SHAPES[:2] if options.kernels else ():
-        kernels(shape)
-    for every in options.sweep:
-        sweep(SHAPES[0], every)
     if not options.alone:
         compare("Gated delta rule, flash-linear-attention", peer)
+    compare("KLA, this op", ours)
+    for shape in SHAPES if options.kernels else ():
+        kernels(shape)
+    decode("KLA, this op", own_step)
+    segment_maps()
+    for shape in SHAPES if options.sweep else ():
+        sweep(shape)
+    if not options.alone:
         decode("Gated delta rule, flash-linear-attention", peers_step)
 
 

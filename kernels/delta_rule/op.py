@@ -2,12 +2,14 @@
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from mixtron.kernels.delta_rule.chunk import delta_rule_chunk, segment_map_chunk
 from mixtron.kernels.delta_rule.decode import StepSize
 from mixtron.kernels.delta_rule.reference import delta_rule_reference
 from mixtron.kernels.delta_rule.triton_op import delta_rule_triton, segment_map_triton
+from mixtron.kernels.norms import unit_norm
 from mixtron.kernels.recurrence import check_documents, check_gate, check_inputs, check_rows
 
 Backend = Literal["chunk", "triton", "reference"]
@@ -31,6 +33,7 @@ def delta_rule(
     initial_state_BJKV: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     rows: int = 1,
+    unit_queries: bool = False,
     backend: Backend = "chunk",
 ) -> tuple[Tensor, Tensor]:
     """Gated delta rule with the step size of Kaczmarz Linear Attention (arXiv 2605.08587).
@@ -39,8 +42,8 @@ def delta_rule(
         o_t = scale S_t^T q_t
 
     `step_size` gives beta: "kaczmarz" eta/(|k|^2 + eps), "learned" eta (Gated DeltaNet, DeltaNet),
-    "longhorn" eta/(1 + eta |k|^2). q and k are used as they come: what a mixer L2-normalises (KLA:
-    q; Gated DeltaNet: q and k), its caller normalises.
+    "longhorn" eta/(1 + eta |k|^2). q and k are used as they come, or q as
+    q / |q|: what else a mixer L2-normalises (Gated DeltaNet: k), its caller does.
 
     Args:
         q_BTHK, k_BTHK      [B, T, H, K]  fp64, fp32, bf16 or fp16; v has the same dtype.
@@ -56,6 +59,7 @@ def delta_rule(
         rows                in how many parts of equal length, each beginning a document of
                             cu_seqlens, the tokens fall: the triton form runs through them side by
                             side.
+        unit_queries        L2-normalise q first; in the triton form without a copy of q.
         backend             "chunk" in torch on any device; "triton" for bf16 on a GPU with K and V
                             of 64 or 128; "reference" token by token.
     Documents: the state is empty at the start of every document but the first, which starts from
@@ -85,6 +89,12 @@ def delta_rule(
     ):
         if value not in known:
             raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}")
+    options = {}
+    if backend == "triton":
+        options = {"rows": rows, "unit_queries": unit_queries}
+    elif unit_queries:
+        # Triton's norm takes no fp64.
+        q_BTHK = unit_norm(q_BTHK, backend="torch" if q_BTHK.dtype == torch.float64 else None)
     return BACKENDS[backend](
         q_BTHK,
         k_BTHK,
@@ -96,7 +106,7 @@ def delta_rule(
         scale=scale,
         initial_state_BJKV=initial_state_BJKV,
         cu_seqlens=cu_seqlens,
-        **({"rows": rows} if backend == "triton" else {}),
+        **options,
     )
 
 

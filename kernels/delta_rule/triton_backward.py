@@ -14,14 +14,16 @@ def reverse_scan_kernel(
     do_BTJV,
     X_BJTC,
     P_BJTC,
-    rows_4BJT,
+    rows_5BJT,
     across_BJN,
-    dfinal_BJKV,
+    dafter_BJKV,
     dv_BTJV,
     dstates_BJNKV,
-    dinitial_BJKV,
+    dbefore_BJKV,
     T,
     N,
+    begin,
+    chunks,
     plane,
     H: tl.constexpr,
     J: tl.constexpr,
@@ -29,13 +31,15 @@ def reverse_scan_kernel(
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     C: tl.constexpr,
-    STATE_EVERY: tl.constexpr,
-    HAS_DFINAL: tl.constexpr,
+    PIECES: tl.constexpr,
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The gradients of v and of the state after the last of every STATE_EVERY chunks, of BLOCK_V
-    columns of one value head."""
+    """The gradients of v and of the state after each of so many chunks from `begin` on, and of the
+    state before them, of BLOCK_V columns of one value head.
+
+    Of more than one piece, in which each sequence is cut, only the gradient of the state before is
+    asked for, and not the first's."""
     column = tl.program_id(0) * BLOCK_V
     bj = tl.program_id(1).to(tl.int64)
     b, j = bj // J, bj % J
@@ -43,11 +47,12 @@ def reverse_scan_kernel(
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, BLOCK_V)
     head = (j // (J // H)) * K
-    dS_KV = tl.zeros([K, BLOCK_V], tl.float32)
-    if HAS_DFINAL:
-        dS_KV = tl.load(tile(dfinal_BJKV + column, bj * K, V, key_K, value_V)).to(tl.float32)
-    for step in tl.range(0, N, num_stages=STAGES):
-        n = N - 1 - step
+    dS_KV = tl.load(tile(dafter_BJKV + column, bj * K, V, key_K, value_V)).to(tl.float32)
+    count = chunks
+    if PIECES > 1:
+        count = tl.where(b % PIECES > 0, chunks, 0)
+    for step in tl.range(0, count, num_stages=STAGES):
+        n = begin + chunks - 1 - step
         first = b * T + n * C
         chunk = bj * N * C + n * C
         inside_C1 = (row_C < T - n * C)[:, None]
@@ -57,23 +62,23 @@ def reverse_scan_kernel(
         do_CV = tl.load(do_tile, inside_C1, 0.0)
         X_CC = tl.load(tile(X_BJTC, chunk, C, row_C, row_C))
         P_CC = tl.load(tile(P_BJTC, chunk, C, row_C, row_C))
-        read_C = tl.load(rows_4BJT + chunk + row_C)
-        write_C = tl.load(rows_4BJT + plane + chunk + row_C)
-        query_C = tl.load(rows_4BJT + 2 * plane + chunk + row_C)
+        read_C = tl.load(rows_5BJT + chunk + row_C)
+        write_C = tl.load(rows_5BJT + plane + chunk + row_C)
+        query_C = tl.load(rows_5BJT + 2 * plane + chunk + row_C)
         across = tl.load(across_BJN + bj * N + n)
         k_CK, q_CK = k_CK.to(PRODUCT), q_CK.to(PRODUCT)
         dS_low_KV = dS_KV.to(PRODUCT)
-        if (n % STATE_EVERY == STATE_EVERY - 1) | (n == N - 1):
-            stored = (bj * tl.cdiv(N, STATE_EVERY) + n // STATE_EVERY) * K
-            pointers = tile(dstates_BJNKV + column, stored, V, key_K, value_V)
-            tl.store(pointers, dS_low_KV.to(dstates_BJNKV.dtype.element_ty))
+        if PIECES == 1:
+            dS_tile = tile(dstates_BJNKV + column, (bj * chunks + n - begin) * K, V, key_K, value_V)
+            tl.store(dS_tile, dS_low_KV.to(dstates_BJNKV.dtype.element_ty))
         dU_CV = tl.dot(k_CK, dS_low_KV) * write_C[:, None]
         dU_CV = tl.dot(tl.trans(P_CC.to(PRODUCT)), do_CV.to(PRODUCT), dU_CV)
         dR_CV = tl.dot(tl.trans(X_CC.to(PRODUCT)), dU_CV.to(PRODUCT))
-        dv_tile = tile(dv_BTJV + j * V + column, first, J * V, row_C, value_V)
-        tl.store(dv_tile, dR_CV.to(dv_BTJV.dtype.element_ty), inside_C1)
+        if PIECES == 1:
+            dv_tile = tile(dv_BTJV + j * V + column, first, J * V, row_C, value_V)
+            tl.store(dv_tile, dR_CV.to(dv_BTJV.dtype.element_ty), inside_C1)
         read_CV = (do_CV.to(tl.float32) * query_C[:, None]).to(PRODUCT)
         dS_KV = tl.dot(tl.trans(q_CK), read_CV, dS_KV * across)
         seen_CV = (-dR_CV * read_C[:, None]).to(PRODUCT)
         dS_KV = tl.dot(tl.trans(k_CK), seen_CV, dS_KV)
-    tl.store(tile(dinitial_BJKV + column, bj * K, V, key_K, value_V), dS_KV)
+    tl.store(tile(dbefore_BJKV + column, bj * K, V, key_K, value_V), dS_KV)

@@ -22,7 +22,7 @@ def prepare_kernel(
     document_T,
     X_BJTC,
     P_BJTC,
-    rows_4BJT,
+    rows_5BJT,
     across_BJN,
     scale,
     eps,
@@ -33,12 +33,13 @@ def prepare_kernel(
     K: tl.constexpr,
     C: tl.constexpr,
     STEP_SIZE: tl.constexpr,
+    UNIT_QUERIES: tl.constexpr,
     HAS_DECAY: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
     """Of one chunk and value head: X, P, the row factors read, write and query, the decay across
-    the chunk, and for backward r."""
+    the chunk, and for backward r and 1 / |q|."""
     n = tl.program_id(0)
     N = tl.num_programs(0)
     bj = tl.program_id(1).to(tl.int64)
@@ -79,7 +80,6 @@ def prepare_kernel(
     first = b * T + n * C
     head = (j // (J // H)) * K
     k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C[:, None], 0.0)
-    q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C[:, None], 0.0)
     norm2_C = tl.sum(k_CK.to(tl.float32) * k_CK.to(tl.float32), 1)
     r_C, rv_C = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
     if STEP_SIZE == "kaczmarz":
@@ -89,24 +89,31 @@ def prepare_kernel(
         r_C = 1 / tl.sqrt(1 + eta_C * norm2_C)
         rv_C = r_C
 
-    k_CK, q_CK = k_CK.to(PRODUCT), q_CK.to(PRODUCT)
-    decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf")))
-    P_CC = tl.dot(q_CK, tl.trans(k_CK)) * decay_CC * scale * r_C[None, :]
-    A_CC = tl.dot(k_CK, tl.trans(k_CK)) * decay_CC * (eta_C * r_C)[:, None] * r_C[None, :]
+    k_CK = k_CK.to(PRODUCT)
+    decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf"))) * r_C[None, :]
+    A_CC = tl.dot(k_CK, tl.trans(k_CK)) * decay_CC * (eta_C * r_C)[:, None]
     A_CC = tl.where(row_C[:, None] > row_C[None, :], A_CC, 0.0)
     # Not 0: backward divides by it.
     weight_C = tl.where(inside_C, tl.maximum(eta_C, 2.0**-40) * rv_C, 0.0)
     X_CC = unit_lower_inverse(A_CC) * weight_C[None, :]
+    pair_CC = (bj * N * C + n * C) * C + (row_C[:, None] * C + row_C[None, :])
+    tl.store(X_BJTC + pair_CC, X_CC.to(X_BJTC.dtype.element_ty))
 
-    first = bj * N * C + n * C
-    pair_CC = row_C[:, None] * C + row_C[None, :]
-    tl.store(X_BJTC + first * C + pair_CC, X_CC.to(X_BJTC.dtype.element_ty))
-    tl.store(P_BJTC + first * C + pair_CC, P_CC.to(P_BJTC.dtype.element_ty))
-    factor = rows_4BJT + first + row_C
+    # Only now, so that P and q are not held in registers through the inversion.
+    q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C[:, None], 0.0)
+    unit_C = tl.where(inside_C, 1.0, 0.0)
+    if UNIT_QUERIES:
+        length_C = tl.sqrt(tl.sum(q_CK.to(tl.float32) * q_CK.to(tl.float32), 1))
+        unit_C = unit_C / tl.maximum(length_C, 1e-12)
+    P_CC = tl.dot(q_CK.to(PRODUCT), tl.trans(k_CK)) * (unit_C * scale)[:, None]
+    P_CC *= tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf"))) * r_C[None, :]
+    tl.store(P_BJTC + pair_CC, P_CC.to(P_BJTC.dtype.element_ty))
+    factor = rows_5BJT + bj * N * C + n * C + row_C
     tl.store(factor, from_start_C * r_C / rv_C)
     tl.store(factor + plane, to_end_C * r_C)
-    tl.store(factor + 2 * plane, from_start_C * scale)
+    tl.store(factor + 2 * plane, from_start_C * unit_C * scale)
     tl.store(factor + 3 * plane, tl.where(inside_C, r_C, 0.0))
+    tl.store(factor + 4 * plane, unit_C)
     tl.store(across_BJN + bj * N + n, across)
 
 
@@ -117,7 +124,7 @@ def scan_kernel(
     v_BTJV,
     X_BJTC,
     P_BJTC,
-    rows_4BJT,
+    rows_5BJT,
     across_BJN,
     initial_BJKV,
     o_BTJV,
@@ -134,6 +141,7 @@ def scan_kernel(
     VALUES: tl.constexpr,
     BLOCK_V: tl.constexpr,
     C: tl.constexpr,
+    PIECES: tl.constexpr,
     STATE_EVERY: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     HAS_OUTPUT: tl.constexpr,
@@ -143,7 +151,10 @@ def scan_kernel(
 ):
     """All chunks of one value head and BLOCK_V of its columns, one after another. For backward it
     keeps U, and the state before every STATE_EVERY-th chunk. Of the state's V columns the first
-    VALUES are written to, the others by values of 0."""
+    VALUES are written to, the others by values of 0.
+
+    Of more than one piece, in which each sequence is cut, the maps are asked for: not the last's,
+    and of the first, whose state before is given, only what the state becomes."""
     column = tl.program_id(0) * BLOCK_V
     bj = tl.program_id(1).to(tl.int64)
     b, j = bj // J, bj % J
@@ -154,7 +165,12 @@ def scan_kernel(
     S_KV = tl.zeros([K, BLOCK_V], tl.float32)
     if HAS_INITIAL:
         S_KV = tl.load(tile(initial_BJKV + column, bj * K, V, key_K, value_V)).to(tl.float32)
-    for n in tl.range(0, N, num_stages=STAGES):
+    count = N
+    if PIECES > 1:
+        piece = b % PIECES
+        needed = (piece > 0) | (column < VALUES)
+        count = tl.where(needed & (piece < PIECES - 1), N, 0)
+    for n in tl.range(0, count, num_stages=STAGES):
         first = b * T + n * C
         chunk = bj * N * C + n * C
         inside_C1 = (row_C < T - n * C)[:, None]
@@ -166,8 +182,8 @@ def scan_kernel(
         X_CC = tl.load(tile(X_BJTC, chunk, C, row_C, row_C))
         if HAS_OUTPUT:
             P_CC = tl.load(tile(P_BJTC, chunk, C, row_C, row_C))
-        read_C = tl.load(rows_4BJT + chunk + row_C)
-        write_C = tl.load(rows_4BJT + plane + chunk + row_C)
+        read_C = tl.load(rows_5BJT + chunk + row_C)
+        write_C = tl.load(rows_5BJT + plane + chunk + row_C)
         across = tl.load(across_BJN + bj * N + n)
         k_CK = k_CK.to(PRODUCT)
         S_low_KV = S_KV.to(PRODUCT)
@@ -182,7 +198,7 @@ def scan_kernel(
             U_tile = tile(U_BTJV + j * V + column, first, J * V, row_C, value_V)
             tl.store(U_tile, U_CV.to(U_BTJV.dtype.element_ty), inside_C1)
         if HAS_OUTPUT:
-            query_C = tl.load(rows_4BJT + 2 * plane + chunk + row_C)
+            query_C = tl.load(rows_5BJT + 2 * plane + chunk + row_C)
             o_CV = tl.dot(q_CK.to(PRODUCT), S_low_KV) * query_C[:, None]
             o_CV = tl.dot(P_CC.to(PRODUCT), U_CV.to(PRODUCT), o_CV)
             o_tile = tile(o_BTJV + j * V + column, first, J * V, row_C, value_V)

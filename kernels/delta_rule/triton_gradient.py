@@ -1,8 +1,8 @@
 """The second half of the delta rule's backward on a GPU: what is left once the gradients of v and
 of the states are known, chunk by chunk. The equations are in README.md.
 
-Two kernels: one program of both would fill the registers of a multiprocessor and wait for its loads
-alone.
+Three kernels: one program of all would fill a multiprocessor's registers and wait for its loads
+alone. Each takes the chunks from `begin` on; what is of these chunks alone is stored from there.
 """
 
 import triton
@@ -13,33 +13,37 @@ from mixtron.kernels.triton_tools import tile
 
 @triton.jit
 def pairs_kernel(
+    o_BTJV,
     U_BTJV,
     do_BTJV,
     dv_BTJV,
     log_decay_BTJ,
     eta_BTJ,
     document_T,
-    rows_4BJT,
+    rows_5BJT,
     dP_BJTC,
     dM_BJTC,
-    pull_BJT,
+    along_2BJT,
     deta_BTJ,
     scale,
     T,
+    N,
+    begin,
     plane,
     J: tl.constexpr,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     C: tl.constexpr,
     STEP_SIZE: tl.constexpr,
+    UNIT_QUERIES: tl.constexpr,
     HAS_DECAY: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
     """Of one chunk of one value head: the gradients dP of <q_i, k_j> and dM of <k_i, k_j>, as the
-    products take them, of eta, and what the step size's |k|^2 takes from dk for each k."""
-    n = tl.program_id(0)
-    N = tl.num_programs(0)
+    products take them, of eta, and what the lengths take from dk and dq for each k and q: the step
+    size's |k|^2, and |q| where q is normalised, as <q, dq> = <o, do>."""
+    n = begin + tl.program_id(0)
     bj = tl.program_id(1).to(tl.int64)
     b, j = bj // J, bj % J
     row_C = tl.arange(0, C)
@@ -48,9 +52,12 @@ def pairs_kernel(
     inside_C = t_C < T
     first = b * T + n * C
     chunk = bj * N * C + n * C
+    here = (bj * tl.num_programs(0) + tl.program_id(0)) * C
+    here_plane = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * C
     dP_CC = tl.zeros([C, C], tl.float32)
     dM_CC = tl.zeros([C, C], tl.float32)
     step_C = tl.zeros([C], tl.float32)
+    turn_C = tl.zeros([C], tl.float32)
     for i_v in tl.range(0, V // BLOCK_V, num_stages=1):
         value = j * V + i_v * BLOCK_V
         do_tile = tile(do_BTJV + value, first, J * V, row_C, value_V)
@@ -59,6 +66,10 @@ def pairs_kernel(
         do_CV = tl.load(do_tile, inside_C[:, None], 0.0)
         dR_CV = tl.load(dR_tile, inside_C[:, None], 0.0)
         U_CV = tl.load(U_tile, inside_C[:, None], 0.0)
+        if UNIT_QUERIES:
+            o_tile = tile(o_BTJV + value, first, J * V, row_C, value_V)
+            o_CV = tl.load(o_tile, inside_C[:, None], 0.0)
+            turn_C += tl.sum(o_CV.to(tl.float32) * do_CV.to(tl.float32), 1)
         step_C += tl.sum(dR_CV.to(tl.float32) * U_CV.to(tl.float32), 1)
         U_VC = tl.trans(U_CV.to(PRODUCT))
         dP_CC = tl.dot(do_CV.to(PRODUCT), U_VC, dP_CC)
@@ -66,7 +77,7 @@ def pairs_kernel(
     gate_C = (b * T + t_C) * J + j
     # As prepare_kernel bounds it.
     eta_C = tl.maximum(tl.load(eta_BTJ + gate_C, inside_C, 1.0).to(tl.float32), 2.0**-40)
-    r_C = tl.load(rows_4BJT + 3 * plane + chunk + row_C)
+    r_C = tl.load(rows_5BJT + 3 * plane + chunk + row_C)
     rv_C = tl.full([C], 1.0, tl.float32)
     if STEP_SIZE != "learned":
         rv_C = tl.where(inside_C, r_C, 1.0)
@@ -80,7 +91,9 @@ def pairs_kernel(
         deta_C = deta_C * r_C * r_C
         pull_C = pull_C * eta_C
     tl.store(deta_BTJ + gate_C, deta_C, inside_C)
-    tl.store(pull_BJT + chunk + row_C, pull_C)
+    unit_C = tl.load(rows_5BJT + 4 * plane + chunk + row_C)
+    tl.store(along_2BJT + here + row_C, pull_C)
+    tl.store(along_2BJT + here_plane + here + row_C, turn_C * unit_C * unit_C)
 
     upto_CC = row_C[:, None] >= row_C[None, :]
     if HAS_DOCUMENTS:
@@ -99,11 +112,64 @@ def pairs_kernel(
         decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf")))
     decay_CC = decay_CC * r_C[None, :]
     pair_CC = row_C[:, None] * C + row_C[None, :]
-    dP_CC = dP_CC * decay_CC * scale
-    tl.store(dP_BJTC + chunk * C + pair_CC, dP_CC.to(dP_BJTC.dtype.element_ty))
+    dP_CC = dP_CC * decay_CC * (unit_C * scale)[:, None]
+    tl.store(dP_BJTC + here * C + pair_CC, dP_CC.to(dP_BJTC.dtype.element_ty))
     dM_CC = dM_CC * decay_CC * (-r_C / rv_C)[:, None]
     dM_CC = tl.where(row_C[:, None] > row_C[None, :], dM_CC, 0.0)
-    tl.store(dM_BJTC + chunk * C + pair_CC, dM_CC.to(dM_BJTC.dtype.element_ty))
+    tl.store(dM_BJTC + here * C + pair_CC, dM_CC.to(dM_BJTC.dtype.element_ty))
+
+
+@triton.jit
+def states_kernel(
+    k_BTHK,
+    U_BTJV,
+    rows_5BJT,
+    across_BJN,
+    kept_BJGKV,
+    states_BJNKV,
+    T,
+    N,
+    begin,
+    count,
+    plane,
+    H: tl.constexpr,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    STATE_EVERY: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The state before each of STATE_EVERY chunks of one value head from the one that was kept;
+    BLOCK_K of its rows and BLOCK_V of its columns, which do not know of the others."""
+    columns: tl.constexpr = V // BLOCK_V
+    part = tl.program_id(0) // columns
+    group = tl.program_id(1)
+    bj = tl.program_id(2).to(tl.int64)
+    b, j = bj // J, bj % J
+    row_C = tl.arange(0, C)
+    key_K = part * BLOCK_K + tl.arange(0, BLOCK_K)
+    value_V = (tl.program_id(0) % columns) * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_BTHK += (j // (J // H)) * K
+    U_BTJV += j * V
+    kept = (bj * tl.cdiv(N, STATE_EVERY) + begin // STATE_EVERY + group) * K
+    S_KV = tl.load(tile(kept_BJGKV, kept, V, key_K, value_V)).to(tl.float32)
+    start = group * STATE_EVERY
+    for m in tl.range(start, tl.minimum(start + STATE_EVERY, count), num_stages=STAGES):
+        n = begin + m
+        first = b * T + n * C
+        inside_C1 = (row_C < T - n * C)[:, None]
+        k_CK = tl.load(tile(k_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
+        U_CV = tl.load(tile(U_BTJV, first, J * V, row_C, value_V), inside_C1, 0.0)
+        write_C = tl.load(rows_5BJT + plane + bj * N * C + n * C + row_C)
+        across = tl.load(across_BJN + bj * N + n)
+        S_tile = tile(states_BJNKV, (bj * count + m) * K, V, key_K, value_V)
+        tl.store(S_tile, S_KV.to(states_BJNKV.dtype.element_ty))
+        write_CV = (U_CV.to(tl.float32) * write_C[:, None]).to(PRODUCT)
+        S_KV = tl.dot(tl.trans(k_CK), write_CV, S_KV * across)
 
 
 @triton.jit
@@ -114,18 +180,19 @@ def gradient_kernel(
     do_BTJV,
     dv_BTJV,
     document_T,
-    rows_4BJT,
+    rows_5BJT,
     across_BJN,
     states_BJNKV,
     dstates_BJNKV,
     dP_BJTC,
     dM_BJTC,
-    pull_BJT,
+    along_2BJT,
     dq_BTJK,
     dk_BTJK,
     dlog_decay_PBTJ,
     T,
     N,
+    begin,
     plane,
     H: tl.constexpr,
     J: tl.constexpr,
@@ -134,87 +201,80 @@ def gradient_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     C: tl.constexpr,
-    STATE_EVERY: tl.constexpr,
+    UNIT_QUERIES: tl.constexpr,
     HAS_DECAY: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """BLOCK_K columns of the gradients of q and k of one chunk and value head, and what these
-    columns add to the log decay's, from dP, dM, the state before the chunk, the gradient of the
-    state after it, U and its gradient's solution dR, which is v's gradient."""
+    columns add to the log decay's: from dP, dM, the state before the chunk, the gradient of the
+    state after it, U, and its gradient's solution dR, which is v's gradient."""
     blocks: tl.constexpr = K // BLOCK_K
     part = tl.program_id(0) % blocks
-    n = tl.program_id(0) // blocks
+    n = begin + tl.program_id(0) // blocks
     bj = tl.program_id(1).to(tl.int64)
     b, j = bj // J, bj % J
     row_C = tl.arange(0, C)
     key_K = part * BLOCK_K + tl.arange(0, BLOCK_K)
     value_V = tl.arange(0, BLOCK_V)
-    t_C = n * C + row_C
-    inside_C1 = (t_C < T)[:, None]
+    q_BTHK += (j // (J // H)) * K
+    k_BTHK += (j // (J // H)) * K
     first = b * T + n * C
     chunk = bj * N * C + n * C
-    head = (j // (J // H)) * K
-    group = n // STATE_EVERY
+    t_C = n * C + row_C
+    inside_C1 = (t_C < T)[:, None]
+    here = bj * (tl.num_programs(0) // blocks) + tl.program_id(0) // blocks
+    here_plane = tl.num_programs(1).to(tl.int64) * (tl.num_programs(0) // blocks) * C
     dq_CK = tl.zeros([C, BLOCK_K], tl.float32)
-    seen_CK = tl.zeros([C, BLOCK_K], tl.float32)
+    dk_CK = tl.zeros([C, BLOCK_K], tl.float32)
     kept_CK = tl.zeros([C, BLOCK_K], tl.float32)
     carried_K = tl.zeros([BLOCK_K], tl.float32)
     for i_v in tl.range(0, V // BLOCK_V, num_stages=STAGES):
         value = i_v * BLOCK_V
-        stored = (bj * tl.cdiv(N, STATE_EVERY) + group) * K
-        S_KV = tl.load(tile(states_BJNKV + value, stored, V, key_K, value_V)).to(PRODUCT)
-        dS_KV = tl.load(tile(dstates_BJNKV + value, stored, V, key_K, value_V)).to(PRODUCT)
-        value = j * V + value
+        S_KV = tl.load(tile(states_BJNKV + value, here * K, V, key_K, value_V)).to(PRODUCT)
+        dS_KV = tl.load(tile(dstates_BJNKV + value, here * K, V, key_K, value_V)).to(PRODUCT)
+        value += j * V
         do_CV = tl.load(tile(do_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
         dR_CV = tl.load(tile(dv_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
         U_CV = tl.load(tile(U_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
-        if STATE_EVERY > 1:
-            for m in tl.range(group * STATE_EVERY, n, num_stages=1):
-                S_KV = _state_after(
-                    S_KV, k_BTHK + head, U_BTJV + value, rows_4BJT + plane, across_BJN,
-                    bj * N + m, b * T + m * C, row_C, key_K, value_V, H, J, K, V, C, PRODUCT,
-                )  # fmt: skip
-            behind = tl.minimum(group * STATE_EVERY + STATE_EVERY, N) - 1
-            for step in tl.range(behind - n, num_stages=1):
-                m = behind - step
-                dS_KV = _gradient_before(
-                    dS_KV, q_BTHK + head, k_BTHK + head, do_BTJV + value, dv_BTJV + value,
-                    rows_4BJT, across_BJN, bj * N + m, b * T + m * C, T - m * C, plane,
-                    row_C, key_K, value_V, H, J, K, V, C, PRODUCT,
-                )  # fmt: skip
         if HAS_DECAY:
             carried_K += tl.sum(S_KV.to(tl.float32) * dS_KV.to(tl.float32), 1)
         dq_CK = tl.dot(do_CV.to(PRODUCT), tl.trans(S_KV), dq_CK)
-        seen_CK = tl.dot(dR_CV.to(PRODUCT), tl.trans(S_KV), seen_CK)
+        dk_CK = tl.dot(dR_CV.to(PRODUCT), tl.trans(S_KV), dk_CK)
         kept_CK = tl.dot(U_CV.to(PRODUCT), tl.trans(dS_KV), kept_CK)
 
-    k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    dP_CC = tl.load(tile(dP_BJTC, chunk, C, row_C, row_C)).to(PRODUCT)
-    dM_CC = tl.load(tile(dM_BJTC, chunk, C, row_C, row_C)).to(PRODUCT)
-    read_C = tl.load(rows_4BJT + chunk + row_C)
-    write_C = tl.load(rows_4BJT + plane + chunk + row_C)
-    query_C = tl.load(rows_4BJT + 2 * plane + chunk + row_C)
-    pull_C = tl.load(pull_BJT + chunk + row_C)
-    kept_CK = kept_CK * write_C[:, None]
+    k_CK = tl.load(tile(k_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
+    q_CK = tl.load(tile(q_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
+    dP_CC = tl.load(tile(dP_BJTC, here * C, C, row_C, row_C)).to(PRODUCT)
+    dM_CC = tl.load(tile(dM_BJTC, here * C, C, row_C, row_C)).to(PRODUCT)
+    read_C = tl.load(rows_5BJT + chunk + row_C)
+    write_C = tl.load(rows_5BJT + plane + chunk + row_C)
+    query_C = tl.load(rows_5BJT + 2 * plane + chunk + row_C)
     dq_CK = tl.dot(dP_CC, k_CK, dq_CK * query_C[:, None])
-    # k_t where its token reads: rows of A, and k_t S; and where it is read.
-    reads_CK = tl.dot(dM_CC, k_CK, seen_CK * -read_C[:, None])
-    is_read_CK = tl.dot(tl.trans(dP_CC), q_CK, kept_CK)
-    is_read_CK = tl.dot(tl.trans(dM_CC), k_CK, is_read_CK)
-    k32_CK = k_CK.to(tl.float32)
-    dk_CK = reads_CK + is_read_CK - pull_C[:, None] * k32_CK
+    dG_C = tl.sum(dq_CK * q_CK.to(tl.float32), 1)
+    if UNIT_QUERIES:
+        turn_C = tl.load(along_2BJT + here_plane + here * C + row_C)
+        dq_CK -= turn_C[:, None] * q_CK.to(tl.float32)
     dq_tile = tile(dq_BTJK + j * K, first, J * K, row_C, key_K)
     tl.store(dq_tile, dq_CK.to(dq_BTJK.dtype.element_ty), inside_C1)
+
+    # k_t where its token reads, rows of A and k_t S; then where it is read too.
+    dk_CK = tl.dot(dM_CC, k_CK, dk_CK * -read_C[:, None])
+    reads_C = tl.sum(dk_CK * k_CK.to(tl.float32), 1)
+    kept_CK = kept_CK * write_C[:, None]
+    kept_C = tl.sum(kept_CK * k_CK.to(tl.float32), 1)
+    dk_CK = tl.dot(tl.trans(dP_CC), q_CK, dk_CK + kept_CK)
+    dk_CK = tl.dot(tl.trans(dM_CC), k_CK, dk_CK)
+    both_C = tl.sum(dk_CK * k_CK.to(tl.float32), 1)
+    pull_C = tl.load(along_2BJT + here * C + row_C)
+    dk_CK -= pull_C[:, None] * k_CK.to(tl.float32)
     dk_tile = tile(dk_BTJK + j * K, first, J * K, row_C, key_K)
     tl.store(dk_tile, dk_CK.to(dk_BTJK.dtype.element_ty), inside_C1)
     if HAS_DECAY:
         # G_t, the sum of log decays up to t, multiplies what t reads and divides what is read of t.
-        across = tl.load(across_BJN + bj * N + n)
-        whole = across * tl.sum(carried_K, 0) + tl.sum(tl.sum(kept_CK * k32_CK, 1), 0)
-        dG_C = tl.sum(dq_CK * q_CK.to(tl.float32) + (reads_CK - is_read_CK) * k32_CK, 1)
+        whole = tl.load(across_BJN + bj * N + n) * tl.sum(carried_K, 0) + tl.sum(kept_C, 0)
+        dG_C += 2 * reads_C - both_C
         dG_C += tl.where(t_C == tl.minimum(n * C + C, T) - 1, whole, 0.0)
         from_CC = row_C[:, None] >= row_C[None, :]
         if HAS_DOCUMENTS:
@@ -229,39 +289,3 @@ def gradient_kernel(
         tokens = tl.num_programs(1).to(tl.int64) // J * T
         gate_C = (part * tokens + b * T + t_C) * J + j
         tl.store(dlog_decay_PBTJ + gate_C, dg_C, t_C < T)
-
-
-@triton.jit
-def _state_after(
-    S_KV, k_BTHK, U_BTJV, write_BJT, across_BJN, chunk, first, row_C, key_K, value_V,
-    H: tl.constexpr, J: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PRODUCT: tl.constexpr,
-):  # fmt: skip
-    """The state after a whole chunk from the one before it."""
-    k_CK = tl.load(tile(k_BTHK, first, H * K, row_C, key_K)).to(PRODUCT)
-    U_CV = tl.load(tile(U_BTJV, first, J * V, row_C, value_V)).to(tl.float32)
-    write_C = tl.load(write_BJT + chunk * C + row_C)
-    across = tl.load(across_BJN + chunk)
-    write_CV = (U_CV * write_C[:, None]).to(PRODUCT)
-    return tl.dot(tl.trans(k_CK), write_CV, S_KV.to(tl.float32) * across).to(PRODUCT)
-
-
-@triton.jit
-def _gradient_before(
-    dS_KV, q_BTHK, k_BTHK, do_BTJV, dv_BTJV, rows_4BJT, across_BJN, chunk, first, rows, plane,
-    row_C, key_K, value_V,
-    H: tl.constexpr, J: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PRODUCT: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the state before a chunk, of so many rows, from that of the one after it."""
-    inside_C1 = (row_C < rows)[:, None]
-    q_CK = tl.load(tile(q_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    k_CK = tl.load(tile(k_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    do_CV = tl.load(tile(do_BTJV, first, J * V, row_C, value_V), inside_C1, 0.0).to(tl.float32)
-    dR_CV = tl.load(tile(dv_BTJV, first, J * V, row_C, value_V), inside_C1, 0.0).to(tl.float32)
-    read_C = tl.load(rows_4BJT + chunk * C + row_C)
-    query_C = tl.load(rows_4BJT + 2 * plane + chunk * C + row_C)
-    across = tl.load(across_BJN + chunk)
-    dS_KV = dS_KV.to(tl.float32) * across
-    dS_KV = tl.dot(tl.trans(q_CK), (do_CV * query_C[:, None]).to(PRODUCT), dS_KV)
-    return tl.dot(tl.trans(k_CK), (-dR_CV * read_C[:, None]).to(PRODUCT), dS_KV).to(PRODUCT)

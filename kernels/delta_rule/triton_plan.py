@@ -13,35 +13,40 @@ class Launch:
     """How one kernel is cut and launched."""
 
     warps: int
-    stages: int
-    block_v: int
+    stages: int = 1
+    block_v: int = 128
     block_k: int = 128
     """Columns of values, and of keys, that a program takes at a time; no more than there are."""
+    registers: int | None = None
+    """Of a thread at most; None: as many as the compiler takes."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    prepare_warps: int
+    prepare: Launch
     scan: Launch
     reverse: Launch
-    pairs_warps: int
+    pairs: Launch
+    states: Launch
     gradient: Launch
 
 
 PLANS = {
     80: Plan(
-        prepare_warps=4,
-        scan=Launch(warps=4, stages=1, block_v=64),
+        prepare=Launch(warps=4),
+        scan=Launch(warps=4, block_v=64),
         reverse=Launch(warps=4, stages=2, block_v=64),
-        pairs_warps=4,
-        gradient=Launch(warps=4, stages=1, block_v=128, block_k=64),
+        pairs=Launch(warps=4),
+        states=Launch(warps=4, stages=2, block_v=64, block_k=64),
+        gradient=Launch(warps=4, block_v=64, block_k=64),
     ),
     90: Plan(
-        prepare_warps=4,
-        scan=Launch(warps=4, stages=1, block_v=64),
+        prepare=Launch(warps=4, registers=168),
+        scan=Launch(warps=4, stages=3, block_v=64),
         reverse=Launch(warps=4, stages=3, block_v=64),
-        pairs_warps=4,
-        gradient=Launch(warps=4, stages=1, block_v=128, block_k=64),
+        pairs=Launch(warps=4),
+        states=Launch(warps=4, stages=3, block_v=64, block_k=64),
+        gradient=Launch(warps=4, block_v=64, block_k=64),
     ),
 }
 """By compute capability: an A100 (compiled for, not run on one), an H100 or H200."""

@@ -19,7 +19,7 @@ TYPES = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 @contextmanager

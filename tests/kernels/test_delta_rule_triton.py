@@ -6,15 +6,22 @@ CHECK = """
 import dataclasses
 import torch
 from mixtron.kernels import self_test, self_test_cases
-from mixtron.kernels.delta_rule import delta_rule_decode, delta_rule_segment_map, triton_plan
+from mixtron.kernels.delta_rule import (
+    delta_rule_decode,
+    delta_rule_segment_map,
+    triton_op,
+    triton_plan,
+)
 from tests.kernels import test_delta_rule as common
 
 # Two blocks of keys and of values in each program or grid.
 half = triton_plan.Launch(warps=4, stages=1, block_v=16, block_k=16)
 triton_plan.PLANS[90] = dataclasses.replace(
-    triton_plan.PLANS[90], scan=half, reverse=half, gradient=half
+    triton_plan.PLANS[90], scan=half, reverse=half, states=half, gradient=half
 )
 common.K = common.V = 32
+# Two segments of 200 tokens, each of two chunks of which the first's state is kept.
+triton_op.STATE_EVERY = triton_op.SEGMENTS = 2
 
 
 def close(what, found, exact):
@@ -23,19 +30,22 @@ def close(what, found, exact):
     assert error < 2e-5, (what, error)
 
 
-for T, J, step_size, decay, offsets, rows in [
-    (1, 2, "kaczmarz", True, None, 1),
-    (65, 4, "kaczmarz", True, None, 1),
-    (66, 2, "longhorn", False, None, 1),
-    (64, 2, "learned", True, None, 1),
-    (210, 2, "kaczmarz", True, [0, 1, 70, 100, 140, 209, 210, 210], 3),
+for T, J, step_size, decay, unit_queries, offsets, rows in [
+    (1, 2, "kaczmarz", True, True, None, 1),
+    (65, 4, "kaczmarz", True, True, None, 1),
+    (200, 2, "longhorn", False, False, None, 1),
+    (64, 2, "learned", True, False, None, 1),
+    (210, 2, "kaczmarz", True, False, [0, 1, 70, 100, 140, 209, 210, 210], 3),
     # Four pieces, of which one begins a document.
-    (256, 2, "kaczmarz", True, [0, 1, 2, 63, 64, 66, 128, 256, 256], 1),
+    (256, 2, "kaczmarz", True, True, [0, 1, 2, 63, 64, 66, 128, 256, 256], 1),
 ]:
-    options = {"step_size": step_size}
+    options = {"step_size": step_size, "unit_queries": unit_queries}
     if offsets is not None:
         options["cu_seqlens"] = torch.tensor(offsets)
     inputs = common.make_inputs(T, J=J, decay=decay, step_size=step_size)
+    if unit_queries:
+        lengths = torch.linspace(0.1, 9, T, dtype=torch.float64)
+        inputs[0] = (inputs[0] * lengths[:, None, None]).detach().requires_grad_()
     exact = common.results(inputs, **options, backend="reference")
     fp32 = common.to_dtype(inputs, torch.float32)
     found = common.results(fp32, **options, rows=rows, backend="triton")
@@ -100,7 +110,7 @@ def test_interpreted_kernels_equal_the_recurrence():
     expected = [
         "checked 1 8",
         "checked 65 8",
-        "checked 66 7",
+        "checked 200 7",
         "checked 64 8",
         "checked 210 8",
         "checked 256 8",

@@ -68,6 +68,7 @@ def rounded_recurrence(q, k, v, log_decay, eta, step_size, documents):
     for t in range(q.shape[1]):
         groups = v.shape[2] // q.shape[2]
         qt, kt = (x[:, t].float().repeat_interleave(groups, dim=1) for x in (q, k))
+        qt = F.normalize(qt, dim=-1)
         if state is None or t in documents:
             state = torch.zeros(1, v.shape[2], q.shape[-1], v.shape[-1], device=q.device)
         norm2 = kt.square().sum(-1)
@@ -84,15 +85,15 @@ def rounded_recurrence(q, k, v, log_decay, eta, step_size, documents):
     return torch.stack(outputs, dim=1).to(v.dtype)
 
 
-def check(inputs, step_size, lengths=None):
-    options, starts = {"step_size": step_size}, set()
-    if lengths is not None:
-        offsets = [0, *torch.tensor(lengths).cumsum(0).tolist(), sum(lengths)]
-        options["cu_seqlens"] = torch.tensor(offsets, device="cuda", dtype=torch.int32)
-        starts = set(offsets)
+def check(inputs, step_size, lengths):
+    """Queries of other lengths, normalised in the op."""
+    inputs["q"] = (inputs["q"] * torch.randn_like(inputs["q"][..., :1]).exp()).bfloat16()
+    offsets = [0, *torch.tensor(lengths).cumsum(0).tolist(), sum(lengths)]
+    cu_seqlens = torch.tensor(offsets, device="cuda", dtype=torch.int32)
+    options = {"step_size": step_size, "cu_seqlens": cu_seqlens, "unit_queries": True}
 
     def rounded(*leaves):
-        return rounded_recurrence(*leaves, step_size, starts)
+        return rounded_recurrence(*leaves, step_size, set(offsets))
 
     found, again = (run(form("triton", **options), inputs, torch.bfloat16) for _ in range(2))
     # In fp64 the chunked form equals the recurrence to 1e-9 (test_delta_rule.py).
@@ -167,23 +168,23 @@ def test_segment_map():
 
 
 def test_more_elements_than_an_int32_counts():
-    """The last sequences of a batch of 33 have the results, bit for bit, that they have alone."""
+    """The last sequences of a batch of 33 have the results, bit for bit, that they have alone.
+
+    One tensor is queries, keys, values and gradient, so that 45 GiB are enough."""
     B, T, H, K = 33, 32768, 16, 128
     last = 8  # as many as are not cut in pieces
     assert B * T * H * K > 2**31
     torch.use_deterministic_algorithms(False)  # Filling 40 GiB with NaN takes longer.
     generator = torch.Generator("cuda").manual_seed(0)
 
-    def draw(*shape, dtype=torch.bfloat16):
+    def draw(*shape, dtype):
         return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
 
-    leaves = [draw(B, T, H, K) for _ in range(3)]
-    leaves += [-draw(B, T, H, dtype=torch.float32).exp(), draw(B, T, H, dtype=torch.float32)]
-    leaves[0] /= 8
-    leaves[4].sigmoid_()
-    do = draw(B, T, H, K)
+    x_BTHK = draw(B, T, H, K, dtype=torch.bfloat16)
+    gates = [-draw(B, T, H, dtype=torch.float32).exp(), draw(B, T, H, dtype=torch.float32)]
+    gates[1].sigmoid_()
     whole, alone = (
-        _with_gradients([x[begin:].detach().requires_grad_() for x in leaves], do[begin:], last)
+        _with_gradients([x[begin:] for x in (x_BTHK, x_BTHK, x_BTHK, *gates)], last)
         for begin in (0, B - last)
     )
     for name, x, y in zip(("o", "dq", "dk", "dv", "dg", "deta"), whole, alone, strict=True):
@@ -191,10 +192,11 @@ def test_more_elements_than_an_int32_counts():
         assert torch.equal(x, y), name
 
 
-def _with_gradients(leaves, do, last):
+def _with_gradients(inputs, last):
     """Of the last sequences, copies that hold nothing else."""
-    o = form("triton", step_size="kaczmarz")(*leaves)
-    return [x[-last:].clone() for x in (o, *torch.autograd.grad(o, leaves, do))]
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    o = form("triton", step_size="kaczmarz", unit_queries=True)(*leaves)
+    return [x[-last:].clone() for x in (o, *torch.autograd.grad(o, leaves, inputs[0]))]
 
 
 def test_fp16_is_refused():

@@ -40,6 +40,7 @@ def test_the_largest_kernel_fits(capability, monkeypatch):
         "scan_kernel",
         "reverse_scan_kernel",
         "pairs_kernel",
+        "states_kernel",
         "gradient_kernel",
     ]
     assert_fits({k: x for k, x in found.items() if k[0] == "gradient_kernel"}, capability)

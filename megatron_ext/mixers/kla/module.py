@@ -115,14 +115,12 @@ class Mixer(ShardedModule):
         if batch.scalars is not None:
             self._report(writes[2], writes[3], batch.scalars)
         if batch.context_size > 1 and self.mixer.context_exchange == "heads":
-            return self._mix_exchanged(unit_norm(q_BTHK), writes, batch)
+            return self._mix_exchanged(q_BTHK, writes, batch)
         options = {"step_size": self.mixer.step_size, "cu_seqlens": batch.local_cu_seqlens}
-        exchange = state_BJKV = None
+        state_BJKV = None
         if batch.context_size > 1 and self.relay is None:
             maps = delta_rule_segment_map(*writes, **options, backend=self.mixer.kernel)
             exchange = StateExchange(*maps, batch.position_ids[0] == 0, self.cp_group)
-        q_BTHK = unit_norm(q_BTHK)
-        if exchange is not None:
             state_BJKV = exchange.state()
         elif self.relay is not None:
             state_BJKV = self.relay.receive(q_BTHK, writes[1], batch.position_ids[0] == 0)
@@ -132,6 +130,7 @@ class Mixer(ShardedModule):
             **options,
             initial_state_BJKV=state_BJKV,
             rows=batch.rows,
+            unit_queries=True,
             backend=self.mixer.kernel,
         )
         if self.relay is not None:
@@ -169,6 +168,7 @@ class Mixer(ShardedModule):
             exchange(eta_BTJ.unsqueeze(-1)).squeeze(-1),
             step_size=self.mixer.step_size,
             cu_seqlens=batch.cu_seqlens,
+            unit_queries=True,
             backend=self.mixer.kernel,
         )
         return heads_to_sequence(o_BTJV[0], self.cp_group)[None]
