@@ -270,6 +270,8 @@ def query_kernel(
     do_BTHV,
     lse_BHS,
     delta_BHS,
+    maps,
+    span_maps,
     dq,
     dq_near,
     dq_far,
@@ -296,7 +298,10 @@ def query_kernel(
 ):
     """A tile of C queries of one head: their gradient, and with a gate the sums of ds over rows.
 
-    With maps the gradient of each version of the tile, and that of the logits inside the tile.
+    With maps the gradient of the tile's queries at its left edge, that of the logits inside the
+    tile, and in place of each version's own gradient what its map is multiplied by for it:
+    v_b = v_{b+1} P_{b+1}, so that dv_{b+1} = own + dv_b P_{b+1}^T. Hence the way from the farthest
+    keys to the nearest.
     """
     a = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -354,38 +359,45 @@ def query_kernel(
             dq_CK = tl.dot(ds_CB.to(PRODUCT), k_BK, dq_CK)
 
     after, total = lse_BHS, lse_BHS
-    if GATE:
-        after, total = gates + 3 * plane + bh * S, totals + bh * (S // BLOCK)
     low = 0 * a
     if DOCUMENTS:
         low = tl.load(start_S + a * C) // BLOCK * BLOCK
-    between = tl.full([], 0.0, tl.float32)
+    between = tl.full([], 0.0, tl.float64)
+    if GATE:
+        after, total = gates + 3 * plane + bh * S, totals + bh * (S // BLOCK)
+        between = _sum(total, low // BLOCK, a * (C // BLOCK))
     if MAPS:
         near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
         span, t = a // span_tiles, a % span_tiles
-        for i in range(near):
-            hi = (a - i) * C
-            own = near_row(bh, a, t - 1 - i, S, span_tiles, C)
-            q_tile = tile(q_near, own, K, row_C, key_K)
-            dq_CK, sum_C, between = _walk_keys(
-                tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),
-                do_CV, lse_C, delta_C, until_C, start_C, keys, v, after, total,
-                tl.maximum(hi - C, low), hi, 1.0 * LOG2_E,
-                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-            )  # fmt: skip
-            tl.store(tile(dq_near, own, K, row_C, key_K), dq_CK.to(dq_near.dtype.element_ty))
         keys = k_far + (b * G + g) * S * K
+        map_row = ((b * G + g) * (S // (span_tiles * C)) + span - far) * K
         for i in range(far):
-            own = far_row(bh, a, span - 1 - i, S, span_tiles, lags, C)
-            q_tile = tile(q_far, own, K, row_C, key_K)
-            hi = (span - i) * span_tiles * C
+            own = far_row(bh, a, span - far + i, S, span_tiles, lags, C)
+            q_CK = tl.load(tile(q_far, own, K, row_C, key_K)).to(PRODUCT)
+            tl.store(tile(dq_far, own, K, row_C, key_K), dq_CK.to(dq_far.dtype.element_ty))
+            map_KK = tl.load(tile(span_maps, map_row + i * K, K, key_K, key_K)).to(PRODUCT)
+            dq_CK = tl.dot(dq_CK.to(PRODUCT), tl.trans(map_KK))
+            lo = (span - far + i) * span_tiles * C
             dq_CK, sum_C, between = _walk_keys(
-                tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),
-                do_CV, lse_C, delta_C, until_C, start_C, keys, v, after, total,
-                tl.maximum(hi - span_tiles * C, low), hi, 1.0 * LOG2_E,
+                dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, until_C, start_C,
+                keys, v, after, total, tl.maximum(lo, low), lo + span_tiles * C, 1.0 * LOG2_E,
                 k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
-            tl.store(tile(dq_far, own, K, row_C, key_K), dq_CK.to(dq_far.dtype.element_ty))
+        keys = k + (b * G + g) * S * K
+        map_row = ((b * G + g) * (S // C) + a - near) * K
+        for i in range(near):
+            own = near_row(bh, a, t - near + i, S, span_tiles, C)
+            q_CK = tl.load(tile(q_near, own, K, row_C, key_K)).to(PRODUCT)
+            tl.store(tile(dq_near, own, K, row_C, key_K), dq_CK.to(dq_near.dtype.element_ty))
+            map_KK = tl.load(tile(maps, map_row + i * K, K, key_K, key_K)).to(PRODUCT)
+            dq_CK = tl.dot(dq_CK.to(PRODUCT), tl.trans(map_KK))
+            lo = (a - near + i) * C
+            dq_CK, sum_C, between = _walk_keys(
+                dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, until_C, start_C,
+                keys, v, after, total, tl.maximum(lo, low), lo + C, 1.0 * LOG2_E,
+                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+            )  # fmt: skip
+        tl.store(tile(dq, bh * S + a * C, K, row_C, key_K), dq_CK.to(dq.dtype.element_ty))
     else:
         dq_CK, sum_C, between = _walk_keys(
             dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, until_C, start_C,
@@ -426,18 +438,23 @@ def _walk_keys(
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The key blocks lo .. hi, all before the queries, from the last to the first."""
+    """The key blocks lo .. hi, all before the queries, from the first to the last.
+
+    `between` is the sum of the gates from block lo's left edge to the query tile's left edge. What
+    is taken from it on the way is exact to fp64's precision.
+    """
     column = tl.arange(0, BLOCK)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, V)
     for i in tl.range(0, (hi - lo) // BLOCK, num_stages=STAGES):
-        first = (hi - (i + 1) * BLOCK).to(tl.int64)
+        first = (lo + i * BLOCK).to(tl.int64)
         k_BK = tl.load(tile(k, first, k_row, column, key_K)).to(PRODUCT)
         v_BV = tl.load(tile(v, first, v_row, column, value_V)).to(PRODUCT)
         s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
         if GATE:
-            s_CB += until_C[:, None] + (tl.load(after + first + column) + between)[None, :]
-            between += tl.load(total + first // BLOCK)
+            between -= tl.load(total + first // BLOCK).to(tl.float64)
+            behind_B = tl.load(after + first + column) + between.to(tl.float32)
+            s_CB += until_C[:, None] + behind_B[None, :]
         if DOCUMENTS:
             s_CB = tl.where((first + column)[None, :] >= start_C[:, None], s_CB, float("-inf"))
         p_CB = tl.exp2(s_CB - lse_C[:, None])
@@ -446,3 +463,13 @@ def _walk_keys(
             sum_C += tl.sum(ds_CB, 1)
         dq_CK = tl.dot(ds_CB.to(PRODUCT), k_BK, dq_CK)
     return dq_CK, sum_C, between
+
+
+@triton.jit
+def _sum(x, first, end):
+    """x[first .. end] in fp64."""
+    lane = tl.arange(0, 256)
+    sum_x = tl.zeros([256], tl.float64)
+    for i in range(first, end, 256):
+        sum_x += tl.load(x + i + lane, i + lane < end, 0.0).to(tl.float64)
+    return tl.sum(sum_x, 0)

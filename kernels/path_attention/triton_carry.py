@@ -13,32 +13,32 @@ from torch import Tensor
 from mixtron.kernels.path_attention.triton_maps import (
     map_gradient_kernel,
     pairs_before,
+    query_gradient_kernel,
     span_gradient_kernel,
     span_kernel,
-    version_gradient_kernel,
     version_kernel,
 )
 from mixtron.kernels.path_attention.triton_plan import Layout
-from mixtron.kernels.path_attention.triton_tiles import (
+from mixtron.kernels.path_attention.triton_tile_gradients import (
     inverse_gradient_kernel,
-    inverse_kernel,
     key_gradient_kernel,
-    map_row_gradient_kernel,
-    solve_kernel,
+    row_gradient_kernel,
 )
+from mixtron.kernels.path_attention.triton_tiles import inverse_kernel, map_kernel, solve_kernel
 from mixtron.kernels.triton_tools import INTERPRETED
 
 WARPS = {
     "inverse": 4,
     "solve": 8,
+    "map": 8,
     "span": 8,
     "version": 8,
-    "version gradient": 8,
+    "query gradient": 8,
     "map gradient": 8,
     "span gradient": 8,
     "key gradient": 8,
     "inverse gradient": 8,
-    "map row gradient": 8,
+    "row gradient": 8,
 }
 FINE, LOW = (tl.float32, tl.float32) if INTERPRETED else (tl.float16, tl.bfloat16)
 """What bounded operands and gradients are rounded to; the interpreter cannot multiply it."""
@@ -47,7 +47,7 @@ FINE, LOW = (tl.float32, tl.float32) if INTERPRETED else (tl.float16, tl.bfloat1
 @dataclass
 class Carried:
     """Of S tokens in tiles of C, `span` tiles a span: what attention reads, then what backward
-    does. q's dtype, or fp16 (`fine`), but for L."""
+    does. q's dtype, or fp16 (`fine`)."""
 
     q_near: Tensor
     """[B, H, spans, pairs of tiles, C, K]: q to the right edge of an earlier tile of its span."""
@@ -59,12 +59,16 @@ class Carried:
     """[B, G, S, K]: carried to its span's right edge."""
     logits: Tensor
     """[B, H, S, C] inside tiles, without gates, not masked; fine."""
+    w: Tensor
+    """[B, G, S, K] fine; zeros behind the last token, as in beta."""
+    beta: Tensor
+    """[B, G, S] fp32."""
     L: Tensor
-    """[B, G, S, C] fp32."""
+    """[B, G, S, C] fine."""
     XT: Tensor
-    """[B, G, N, C, C] fine."""
+    """[B, G, S, C] fine: X^T before beta."""
     Y: Tensor
-    """[B, G, S, K] fine."""
+    """[B, G, S, K] fine: before beta."""
     maps: Tensor
     """[B, G, N, K, K] fine: the tiles'."""
     to_end: Tensor
@@ -76,22 +80,27 @@ class Carried:
 @dataclass
 class CarriedGradients:
     """Of the first five of `Carried`, in their dtype but for k's, which is fp32; of the logits in
-    q's."""
+    q's. In place of a version's gradient stands, by the end, that of its tile's next one alone."""
 
     q_near: Tensor
     q_far: Tensor
+    q_carried: Tensor
+    """[B, H, S, K] in q's dtype: of q at its tile's left edge."""
     k: Tensor
     k_far: Tensor
     logits: Tensor
 
     @staticmethod
     def empty(carried: Carried) -> "CarriedGradients":
-        q_near, q_far, k, k_far = (
-            torch.empty_like(x) for x in (carried.q_near, carried.q_far, carried.k, carried.k_far)
-        )
-        logits = torch.empty_like(carried.logits, dtype=k.dtype)
+        x, low = carried, carried.k.dtype
+        B, H, S, _ = x.logits.shape
         return CarriedGradients(
-            q_near, q_far, torch.empty_like(k, dtype=torch.float32), k_far, logits
+            q_near=torch.empty_like(x.q_near),
+            q_far=torch.empty_like(x.q_far),
+            q_carried=x.k.new_empty(B, H, S, x.k.shape[-1]),
+            k=torch.empty_like(x.k, dtype=torch.float32),
+            k_far=torch.empty_like(x.k_far),
+            logits=torch.empty_like(x.logits, dtype=low),
         )
 
 
@@ -117,40 +126,42 @@ def carry(
         return q_BTHK.new_empty(B, *shape, dtype=dtype)
 
     low = q_BTHK.dtype
-    carried = Carried(
+    x = Carried(
         q_near=new(H, spans, span * (span - 1) // 2, C, K, dtype=low),
         q_far=new(H, pairs_before(spans - 1, spans, lags), span * C, K, dtype=low),
         k=new(G, S, K, dtype=low),
         k_far=new(G, S, K, dtype=low),
         logits=new(H, S, C),
-        L=new(G, S, C, dtype=torch.float32),
-        XT=new(G, N, C, C),
+        w=new(G, S, K),
+        beta=new(G, S, dtype=torch.float32),
+        L=new(G, S, C),
+        XT=new(G, S, C),
         Y=new(G, S, K),
         maps=new(G, N, K, K),
         to_end=new(G, N, K, K),
         span_maps=new(G, spans, K, K),
     )
-    x = carried
-    k_exact, maps_rest = torch.empty_like(x.Y), torch.empty_like(x.maps)
-    options = {"K": K, "C": C, "DOCUMENTS": start_S is not None, "num_stages": 1}
+    k_exact = torch.empty_like(x.w)
+    sizes = {"K": K, "C": C, "FINE": FINE, "num_stages": 1}
+    options = sizes | {"DOCUMENTS": start_S is not None}
     of_keys = T, S, layout.heads // (H // G), G
     inverse_kernel[(N, B * G)](
-        w_BTGK, beta_BTG, start_S, x.L, *of_keys, num_warps=WARPS["inverse"], **options
+        w_BTGK, beta_BTG, start_S, x.w, x.beta, x.L, *of_keys, num_warps=WARPS["inverse"], **options
     )
     solve_kernel[(N, B * G)](
-        k_BTGK, w_BTGK, beta_BTG, start_S, x.L, x.XT, x.Y, x.k, k_exact, x.maps, maps_rest,
-        *of_keys, FINE=FINE, num_warps=WARPS["solve"], **options,
+        k_BTGK, x.w, x.beta, start_S, x.L, x.XT, x.k, k_exact,
+        *of_keys, num_warps=WARPS["solve"], **options,
     )  # fmt: skip
+    map_kernel[(N, B * G)](x.w, x.beta, x.L, x.Y, x.maps, S, num_warps=WARPS["map"], **sizes)
     span_kernel[(spans, B * G)](
-        x.maps, maps_rest, k_exact, x.to_end, x.span_maps, x.k_far, S, span,
-        K=K, C=C, FINE=FINE, num_warps=WARPS["span"], num_stages=1,
-    )  # fmt: skip
+        x.maps, k_exact, x.to_end, x.span_maps, x.k_far, S, span, num_warps=WARPS["span"], **sizes
+    )
     version_kernel[(N, B * H)](
-        q_BTHK, k_BTGK, w_BTGK, start_S, x.XT, x.Y, x.maps, x.span_maps, x.logits, x.q_near,
+        q_BTHK, k_BTGK, x.w, x.beta, start_S, x.XT, x.Y, x.maps, x.span_maps, x.logits, x.q_near,
         x.q_far, scale, T, S, layout.heads, H, span, lags,
-        R=H // G, FINE=FINE, PRODUCT=LOW, STAGES=2, num_warps=WARPS["version"], **options,
+        R=H // G, STAGES=2, num_warps=WARPS["version"], **options,
     )  # fmt: skip
-    return carried
+    return x
 
 
 def carry_gradients(
@@ -172,14 +183,13 @@ def carry_gradients(
     S, C, span, lags, start_S = layout.S, layout.tile, layout.span, layout.lags, layout.start_S
     N, spans = S // C, S // (C * span)
     x, d = carried, gradients
-    options = {"K": K, "C": C, "DOCUMENTS": start_S is not None, "num_stages": 1}
-    of_queries, shared = (T, S, layout.heads, H), {"R": H // G, "LOW": LOW}
+    sizes = {"K": K, "C": C, "num_stages": 1}
+    options = sizes | {"R": H // G, "DOCUMENTS": start_S is not None}
+    of_queries = T, S, layout.heads, H
     M, dM = torch.empty_like(d.logits), torch.empty_like(d.logits)
-    dq_carried = q_BTHK.new_empty(B, H, S, K)
-    version_gradient_kernel[(N, B * H)](
-        q_BTHK, k_BTGK, w_BTGK, start_S, x.XT, x.Y, x.maps, x.span_maps, d.logits, d.q_near,
-        d.q_far, dq, M, dM, dq_carried, scale, *of_queries, span, lags,
-        **shared, STAGES=2, num_warps=WARPS["version gradient"], **options,
+    query_gradient_kernel[(N, B * H)](
+        q_BTHK, k_BTGK, x.w, x.beta, start_S, x.XT, x.Y, d.logits, d.q_carried, dq, M, dM,
+        scale, *of_queries, LOW=LOW, num_warps=WARPS["query gradient"], **options,
     )  # fmt: skip
     dmaps, dspan_maps = (torch.empty_like(y, dtype=dq.dtype) for y in (x.maps, x.span_maps))
     for versions, dversions, out, grid, blocks, tiles, reached in (
@@ -188,25 +198,23 @@ def carry_gradients(
     ):
         map_gradient_kernel[(grid, B * G)](
             layout.end_S, versions, dversions, out, H, blocks, tiles, reached,
-            R=H // G, STAGES=3, num_warps=WARPS["map gradient"], **options,
+            STAGES=3, num_warps=WARPS["map gradient"], **options,
         )  # fmt: skip
     span_gradient_kernel[(spans, B * G)](
         x.maps, x.to_end, x.k, d.k_far, dspan_maps, d.k, dmaps, S, span,
-        K=K, C=C, LOW=LOW, num_warps=WARPS["span gradient"], num_stages=1,
+        LOW=LOW, num_warps=WARPS["span gradient"], **sizes,
     )  # fmt: skip
-    dX, dB = (torch.empty_like(x.XT, dtype=dq.dtype) for _ in range(2))
-    dY = torch.empty_like(x.k)
+    ZT, dA = (torch.empty_like(x.XT, dtype=dq.dtype) for _ in range(2))
+    V, dbeta_own = torch.empty_like(x.k), torch.empty_like(x.beta)
     key_gradient_kernel[(N, B * G)](
-        q_BTHK, k_BTGK, w_BTGK, beta_BTG, start_S, x.L, M, dq_carried, d.logits, d.k, dmaps, dX, dY,
-        dB, dk, scale, *of_queries,
-        **shared, num_warps=WARPS["key gradient"], **options,
+        q_BTHK, x.w, x.beta, start_S, x.L, x.XT, M, d.logits, d.k, ZT, dk, dbeta_own,
+        scale, *of_queries, LOW=LOW, num_warps=WARPS["key gradient"], **options,
     )  # fmt: skip
-    dA = torch.empty_like(dX)
     inverse_gradient_kernel[(N, B * G)](
-        k_BTGK, w_BTGK, beta_BTG, start_S, x.L, dX, dY, dA, dbeta,
-        T, S, layout.heads // (H // G), G, LOW=LOW, num_warps=WARPS["inverse gradient"], **options,
+        x.w, x.beta, start_S, x.L, x.XT, x.Y, M, d.q_carried, dmaps, ZT, V, dA, dbeta_own,
+        *of_queries, LOW=LOW, num_warps=WARPS["inverse gradient"], **options,
     )  # fmt: skip
-    map_row_gradient_kernel[(N, B * G)](
-        q_BTHK, k_BTGK, w_BTGK, beta_BTG, x.L, x.XT, x.Y, dM, d.k, dmaps, dY, dB, dA, dw, dbeta,
-        *of_queries, **shared, K=K, C=C, num_warps=WARPS["map row gradient"], num_stages=1,
+    row_gradient_kernel[(N, B * G)](
+        q_BTHK, k_BTGK, x.w, x.beta, start_S, x.XT, x.Y, dM, d.k, dmaps, ZT, V, dA, dbeta_own,
+        dw, dbeta, *of_queries, LOW=LOW, num_warps=WARPS["row gradient"], **options,
     )  # fmt: skip

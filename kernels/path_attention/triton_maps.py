@@ -66,38 +66,33 @@ def far_row(bh, a, m, S, span_tiles, lags, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def span_kernel(
-    maps, maps_rest, k_exact, to_end, span_maps, k_far, S, span_tiles,
+    maps, k_exact, to_end, span_maps, k_far, S, span_tiles,
     K: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """P_{L-1} ... P_{t+1} for every tile t of a span, all of them, and keys to the span's right
-    edge. The product is kept in two parts, as the maps are."""
+    edge."""
     m = tl.program_id(0)
     bg = tl.program_id(1).to(tl.int64)
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    product_KK = tl.where(key_K[:, None] == key_K[None, :], 1.0, 0.0)
+    product_KK = tl.where(key_K[:, None] == key_K[None, :], 1.0, 0.0).to(FINE)
     for i in range(span_tiles):
         n = bg * (S // C) + (m + 1) * span_tiles - 1 - i
-        high_KK = product_KK.to(FINE)
-        rest_KK = (product_KK - high_KK.to(tl.float32)).to(FINE)
-        tl.store(tile(to_end, n * K, K, key_K, key_K), high_KK)
+        tl.store(tile(to_end, n * K, K, key_K, key_K), product_KK)
         k_CK = tl.load(tile(k_exact, n * C, K, row_C, key_K))
-        k_CK = tl.dot(k_CK, tl.trans(high_KK))
+        k_CK = tl.dot(k_CK, tl.trans(product_KK))
         tl.store(tile(k_far, n * C, K, row_C, key_K), k_CK.to(k_far.dtype.element_ty))
         map_KK = tl.load(tile(maps, n * K, K, key_K, key_K))
-        product_KK = tl.dot(high_KK, map_KK)
-        product_KK = tl.dot(rest_KK, map_KK, product_KK)
-        map_KK = tl.load(tile(maps_rest, n * K, K, key_K, key_K))
-        product_KK = tl.dot(high_KK, map_KK, product_KK)
+        product_KK = tl.dot(product_KK, map_KK).to(FINE)
     span_row = (bg * (S // (span_tiles * C)) + m) * K
-    tl.store(tile(span_maps, span_row, K, key_K, key_K), product_KK.to(FINE))
+    tl.store(tile(span_maps, span_row, K, key_K, key_K), product_KK)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def version_kernel(
-    q, k, w, start_S, XT, Y, maps, span_maps, logits, q_near, q_far, scale, T, S,
+    q, k, w, beta, start_S, XT, Y, maps, span_maps, logits, q_near, q_far, scale, T, S,
     heads, H, span_tiles, lags,
-    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, PRODUCT: tl.constexpr,
-    DOCUMENTS: tl.constexpr, STAGES: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, DOCUMENTS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of one query head its logits inside the tile, and its versions."""
     # The last tiles have most versions: they start first.
@@ -109,15 +104,16 @@ def version_kernel(
     inside_C1 = (a * C + row_C < T)[:, None]
     first, own, shared = b * T + a * C, bh * S + a * C, (b * G + g) * S + a * C
     q_CK = tl.load(tile(q + h * K, first, heads * K, row_C, key_K), inside_C1, 0.0)
-    w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(FINE)
-    M_CC = tl.dot(q_CK.to(FINE), tl.trans(w_CK))
+    M_CC = tl.dot(q_CK.to(FINE), tl.trans(tl.load(tile(w, shared, K, row_C, key_K))))
+    M_CC *= -tl.load(beta + shared + row_C)[None, :]
     M_CC = tl.where(pairs(start_S, a * C, C, DOCUMENTS), M_CC, 0.0).to(FINE)
     k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0)
-    logits_CC = tl.dot(q_CK.to(PRODUCT), tl.trans(k_CK.to(PRODUCT)))
-    logits_CC -= tl.dot(M_CC, tl.trans(tl.load(tile(XT, shared, C, row_C, row_C))))
+    logits_CC = tl.dot(q_CK.to(FINE), tl.trans(k_CK.to(FINE)))
+    XT_CC = tl.load(tile(XT, shared, C, row_C, row_C))
+    logits_CC = tl.dot(M_CC, tl.trans(XT_CC), logits_CC)
     tl.store(tile(logits, own, C, row_C, row_C), (logits_CC * scale).to(FINE))
-    Y_CK = tl.load(tile(Y, shared, K, row_C, key_K))
-    v_CK = (q_CK.to(tl.float32) - tl.dot(M_CC, Y_CK)) * scale
+    v_CK = tl.dot(M_CC, tl.load(tile(Y, shared, K, row_C, key_K)))
+    v_CK = (v_CK + q_CK.to(tl.float32)) * scale
 
     near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
     span, t = a // span_tiles, a % span_tiles
@@ -138,56 +134,35 @@ def version_kernel(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def version_gradient_kernel(
-    q, k, w, start_S, XT, Y, maps, span_maps, dlogits, dq_near, dq_far, dq, M, dM, dq_carried,
-    scale, T, S, heads, H, span_tiles, lags,
+def query_gradient_kernel(
+    q, k, w, beta, start_S, XT, Y, dlogits, dq_carried, dq, M, dM, scale, T, S, heads, H,
     R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of queries; scaled M and dM for what its key/value head gathers, and
-    the gradient of the queries at the tile's left edge. The gradient of v_{b-1} through later steps
-    takes the place of version b's own."""
-    a = tl.num_programs(0) - 1 - tl.program_id(0)
+    """The gradient of a tile of queries, from that of its logits and of the queries at its left
+    edge; scaled M and dM, both before beta, for what its key/value head gathers."""
+    a = tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
     g, G, groups = h // R, H // R, heads // R
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
-    span, t = a // span_tiles, a % span_tiles
-    dv_CK = tl.zeros([C, K], tl.float32)
-    map_row = ((b * G + g) * (S // (span_tiles * C)) + span - far) * K
-    for i in tl.range(0, far, num_stages=STAGES):
-        own = far_row(bh, a, span - far + i, S, span_tiles, lags, C)
-        own_tile = tile(dq_far, own, K, row_C, key_K)
-        own_CK = tl.load(own_tile).to(tl.float32)
-        tl.store(own_tile, dv_CK.to(dq_far.dtype.element_ty))
-        map_KK = tl.load(tile(span_maps, map_row + i * K, K, key_K, key_K)).to(LOW)
-        dv_CK = tl.dot(dv_CK.to(LOW), tl.trans(map_KK), own_CK)
-    map_row = ((b * G + g) * (S // C) + a - near) * K
-    for i in tl.range(0, near, num_stages=STAGES):
-        own = near_row(bh, a, t - near + i, S, span_tiles, C)
-        own_tile = tile(dq_near, own, K, row_C, key_K)
-        own_CK = tl.load(own_tile).to(tl.float32)
-        tl.store(own_tile, dv_CK.to(dq_near.dtype.element_ty))
-        map_KK = tl.load(tile(maps, map_row + i * K, K, key_K, key_K)).to(LOW)
-        dv_CK = tl.dot(dv_CK.to(LOW), tl.trans(map_KK), own_CK)
-
     inside_C1 = (a * C + row_C < T)[:, None]
     first, own, shared = b * T + a * C, bh * S + a * C, (b * G + g) * S + a * C
     seen_CC = pairs(start_S, a * C, C, DOCUMENTS)
-    tl.store(tile(dq_carried, own, K, row_C, key_K), dv_CK.to(LOW))
-    Y_CK = tl.load(tile(Y, shared, K, row_C, key_K)).to(LOW)
-    dM_CC = tl.dot(dv_CK.to(LOW), tl.trans(Y_CK))
+    weight_C = tl.load(beta + shared + row_C) * scale
     dlogits_CC = tl.load(tile(dlogits, own, C, row_C, row_C))
-    XT_CC = tl.load(tile(XT, shared, C, row_C, row_C)).to(LOW)
-    dM_CC = tl.where(seen_CC, -tl.dot(dlogits_CC, XT_CC, dM_CC), 0.0)
-    tl.store(tile(dM, own, C, row_C, row_C), (dM_CC * scale).to(LOW))
+    dv_tile = tile(dq_carried, own, K, row_C, key_K)
+    dM_CC = tl.dot(dlogits_CC, tl.load(tile(XT, shared, C, row_C, row_C)).to(LOW))
+    Y_CK = tl.load(tile(Y, shared, K, row_C, key_K)).to(LOW)
+    dM_CC = tl.dot(tl.load(dv_tile), tl.trans(Y_CK), dM_CC)
+    dM_CC = tl.where(seen_CC, dM_CC * -weight_C[None, :], 0.0).to(LOW)
+    tl.store(tile(dM, own, C, row_C, row_C), dM_CC)
+    w_CK = tl.load(tile(w, shared, K, row_C, key_K)).to(LOW)
     k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    dv_CK = tl.dot(dlogits_CC, k_CK, dv_CK)
-    w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    dv_CK = tl.dot(dM_CC.to(LOW), w_CK, dv_CK) * scale
+    dq_CK = tl.dot(dlogits_CC, k_CK)
+    dq_CK = (dq_CK + tl.load(dv_tile).to(tl.float32)) * scale
+    dq_CK = tl.dot(dM_CC, w_CK, dq_CK)
     dq_tile = tile(dq + h * K, first, heads * K, row_C, key_K)
-    tl.store(dq_tile, dv_CK.to(dq.dtype.element_ty), inside_C1)
+    tl.store(dq_tile, dq_CK.to(dq.dtype.element_ty), inside_C1)
     q_CK = tl.load(tile(q + h * K, first, heads * K, row_C, key_K), inside_C1, 0.0).to(LOW)
     M_CC = tl.where(seen_CC, tl.dot(q_CK, tl.trans(w_CK)), 0.0) * scale
     tl.store(tile(M, own, C, row_C, row_C), M_CC.to(LOW))

@@ -281,9 +281,10 @@ def attend_backward(
         **options,
     )
     operands, sizes, options = piece.arguments(plan.queries)
-    versions = [found.q, None, None, None]
-    if gradients is not None:
-        versions = [None, gradients.q_near, gradients.q_far, gradients.logits]
+    versions = [None, None, found.q, None, None, None]
+    if carried is not None and gradients is not None:
+        versions = [carried.maps, carried.span_maps, gradients.q_carried]
+        versions += [gradients.q_near, gradients.q_far, gradients.logits]
     query_kernel[piece.grid(found.q.shape[2])](
         *operands, *of_rows, *versions, rows_BHS, *sizes, **options
     )
