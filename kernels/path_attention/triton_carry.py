@@ -27,18 +27,28 @@ from mixtron.kernels.path_attention.triton_tile_gradients import (
 from mixtron.kernels.path_attention.triton_tiles import inverse_kernel, map_kernel, solve_kernel
 from mixtron.kernels.triton_tools import INTERPRETED
 
-WARPS = {
-    "inverse": 4,
-    "solve": 8,
-    "map": 8,
-    "span": 8,
-    "version": 8,
-    "query gradient": 8,
-    "map gradient": 8,
-    "span gradient": 8,
-    "key gradient": 8,
-    "inverse gradient": 8,
-    "row gradient": 8,
+
+@dataclass(frozen=True)
+class Share:
+    """Of a kernel's program."""
+
+    rows: int
+    """Of its tile, or of a map; at most all of them."""
+    warps: int
+
+
+SHARES = {
+    "inverse": Share(rows=128, warps=4),
+    "solve": Share(rows=64, warps=4),
+    "map": Share(rows=64, warps=4),
+    "span": Share(rows=64, warps=4),
+    "version": Share(rows=64, warps=4),
+    "query gradient": Share(rows=64, warps=4),
+    "map gradient": Share(rows=128, warps=8),
+    "span gradient": Share(rows=128, warps=8),
+    "key gradient": Share(rows=64, warps=4),
+    "inverse gradient": Share(rows=128, warps=8),
+    "row gradient": Share(rows=64, warps=4),
 }
 FINE, LOW = (tl.float32, tl.float32) if INTERPRETED else (tl.float16, tl.bfloat16)
 """What bounded operands and gradients are rounded to; the interpreter cannot multiply it."""
@@ -142,26 +152,38 @@ def carry(
         span_maps=new(G, spans, K, K),
     )
     k_exact = torch.empty_like(x.w)
-    sizes = {"K": K, "C": C, "FINE": FINE, "num_stages": 1}
-    options = sizes | {"DOCUMENTS": start_S is not None}
+    options = {"K": K, "C": C, "FINE": FINE, "num_stages": 1}
+    documents = {"DOCUMENTS": start_S is not None}
     of_keys = T, S, layout.heads // (H // G), G
     inverse_kernel[(N, B * G)](
-        w_BTGK, beta_BTG, start_S, x.w, x.beta, x.L, *of_keys, num_warps=WARPS["inverse"], **options
-    )
-    solve_kernel[(N, B * G)](
-        k_BTGK, x.w, x.beta, start_S, x.L, x.XT, x.k, k_exact,
-        *of_keys, num_warps=WARPS["solve"], **options,
+        w_BTGK, beta_BTG, start_S, x.w, x.beta, x.L, *of_keys,
+        num_warps=SHARES["inverse"].warps, **documents, **options,
     )  # fmt: skip
-    map_kernel[(N, B * G)](x.w, x.beta, x.L, x.Y, x.maps, S, num_warps=WARPS["map"], **sizes)
-    span_kernel[(spans, B * G)](
-        x.maps, k_exact, x.to_end, x.span_maps, x.k_far, S, span, num_warps=WARPS["span"], **sizes
+    parts, shares = _shares("solve", C)
+    solve_kernel[(parts * N, B * G)](
+        k_BTGK, x.w, x.beta, start_S, x.L, x.XT, x.k, k_exact, *of_keys,
+        **shares, **documents, **options,
+    )  # fmt: skip
+    parts, shares = _shares("map", K, "COLUMNS")
+    map_kernel[(parts * N, B * G)](x.w, x.beta, x.L, x.Y, x.maps, S, **shares, **options)
+    parts, shares = _shares("span", K)
+    span_kernel[(parts * spans, B * G)](
+        x.maps, k_exact, x.to_end, x.span_maps, x.k_far, S, span, **shares, **options
     )
-    version_kernel[(N, B * H)](
+    parts, shares = _shares("version", C)
+    version_kernel[(parts * N, B * H)](
         q_BTHK, k_BTGK, x.w, x.beta, start_S, x.XT, x.Y, x.maps, x.span_maps, x.logits, x.q_near,
         x.q_far, scale, T, S, layout.heads, H, span, lags,
-        R=H // G, STAGES=2, num_warps=WARPS["version"], **options,
+        R=H // G, STAGES=2, **shares, **documents, **options,
     )  # fmt: skip
     return x
+
+
+def _shares(kernel: str, rows: int, name: str = "ROWS") -> tuple[int, dict[str, int]]:
+    """How many programs own parts of so many rows, and what their kernel is compiled for."""
+    share = SHARES[kernel]
+    own = min(share.rows, rows)
+    return rows // own, {name: own, "num_warps": share.warps}
 
 
 def carry_gradients(
@@ -187,9 +209,10 @@ def carry_gradients(
     options = sizes | {"R": H // G, "DOCUMENTS": start_S is not None}
     of_queries = T, S, layout.heads, H
     M, dM = torch.empty_like(d.logits), torch.empty_like(d.logits)
-    query_gradient_kernel[(N, B * H)](
+    parts, shares = _shares("query gradient", C)
+    query_gradient_kernel[(parts * N, B * H)](
         q_BTHK, k_BTGK, x.w, x.beta, start_S, x.XT, x.Y, d.logits, d.q_carried, dq, M, dM,
-        scale, *of_queries, LOW=LOW, num_warps=WARPS["query gradient"], **options,
+        scale, *of_queries, LOW=LOW, **shares, **options,
     )  # fmt: skip
     dmaps, dspan_maps = (torch.empty_like(y, dtype=dq.dtype) for y in (x.maps, x.span_maps))
     for versions, dversions, out, grid, blocks, tiles, reached in (
@@ -198,23 +221,26 @@ def carry_gradients(
     ):
         map_gradient_kernel[(grid, B * G)](
             layout.end_S, versions, dversions, out, H, blocks, tiles, reached,
-            STAGES=3, num_warps=WARPS["map gradient"], **options,
+            STAGES=3, num_warps=SHARES["map gradient"].warps, **options,
         )  # fmt: skip
     span_gradient_kernel[(spans, B * G)](
         x.maps, x.to_end, x.k, d.k_far, dspan_maps, d.k, dmaps, S, span,
-        LOW=LOW, num_warps=WARPS["span gradient"], **sizes,
+        LOW=LOW, num_warps=SHARES["span gradient"].warps, **sizes,
     )  # fmt: skip
     ZT, dA = (torch.empty_like(x.XT, dtype=dq.dtype) for _ in range(2))
-    V, dbeta_own = torch.empty_like(x.k), torch.empty_like(x.beta)
-    key_gradient_kernel[(N, B * G)](
-        q_BTHK, x.w, x.beta, start_S, x.L, x.XT, M, d.logits, d.k, ZT, dk, dbeta_own,
-        scale, *of_queries, LOW=LOW, num_warps=WARPS["key gradient"], **options,
+    V = torch.empty_like(x.k)
+    parts, shares = _shares("key gradient", C)
+    dbeta_parts = x.beta.new_empty(parts + 1, *x.beta.shape)
+    key_gradient_kernel[(parts * N, B * G)](
+        q_BTHK, x.w, x.beta, start_S, x.L, x.XT, M, d.logits, d.k, ZT, dk, dbeta_parts,
+        scale, *of_queries, LOW=LOW, **shares, **options,
     )  # fmt: skip
     inverse_gradient_kernel[(N, B * G)](
-        x.w, x.beta, start_S, x.L, x.XT, x.Y, M, d.q_carried, dmaps, ZT, V, dA, dbeta_own,
-        *of_queries, LOW=LOW, num_warps=WARPS["inverse gradient"], **options,
+        x.w, x.beta, start_S, x.L, x.XT, x.Y, M, d.q_carried, dmaps, ZT, V, dA, dbeta_parts[parts],
+        *of_queries, LOW=LOW, num_warps=SHARES["inverse gradient"].warps, **options,
     )  # fmt: skip
-    row_gradient_kernel[(N, B * G)](
-        q_BTHK, k_BTGK, x.w, x.beta, start_S, x.XT, x.Y, dM, d.k, dmaps, ZT, V, dA, dbeta_own,
-        dw, dbeta, *of_queries, LOW=LOW, num_warps=WARPS["row gradient"], **options,
+    parts, shares = _shares("row gradient", C)
+    row_gradient_kernel[(parts * N, B * G)](
+        q_BTHK, k_BTGK, x.w, x.beta, start_S, x.XT, x.Y, dM, d.k, dmaps, ZT, V, dA, dbeta_parts,
+        dw, dbeta, *of_queries, PARTS=dbeta_parts.shape[0], LOW=LOW, **shares, **options,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from mixtron.kernels.triton_tools import tile
 
 @triton.jit
 def inverse(A_CC, C: tl.constexpr, FINE: tl.constexpr):
-    """(I + A)^-1 for a strictly lower triangular A [C, C] fp32, C of 16, 32 or 64.
+    """(I + A)^-1 for a strictly lower triangular A [C, C], C of 16, 32 or 64, in fp32.
 
     The inverse of twice as large diagonal blocks follows from that of the smaller ones:
     (D + O)^-1 = D^-1 - D^-1 O D^-1 for a block diagonal D and what lies below it.
@@ -30,7 +30,7 @@ def inverse(A_CC, C: tl.constexpr, FINE: tl.constexpr):
     row_C = tl.arange(0, C)
     # The highest bit in which two rows differ says in which level they part.
     apart_CC = row_C[:, None] ^ row_C[None, :]
-    X_CC = tl.where(apart_CC == 0, 1.0, 0.0) - tl.where(apart_CC == 1, A_CC, 0.0)
+    X_CC = tl.where(apart_CC == 0, 1.0, tl.where(apart_CC == 1, -A_CC.to(tl.float32), 0.0))
     for level in tl.static_range(1, 6):
         if 2**level < C:
             O_CC = tl.where((apart_CC >> level) == 1, A_CC, 0.0).to(FINE)
@@ -40,14 +40,32 @@ def inverse(A_CC, C: tl.constexpr, FINE: tl.constexpr):
 
 
 @triton.jit
-def pairs(start_S, first, C: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """[C, C]: the row's token is the column's or a later one of its document."""
+def part(ROWS: tl.constexpr, C: tl.constexpr):
+    """The tile of a program that owns ROWS of its rows, and these."""
+    parts: tl.constexpr = C // ROWS
+    return tl.program_id(0) // parts, tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+
+
+@triton.jit
+def upto(start_S, first, row_R, C: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """[rows, C]: the row's token is the column's or a later one of its document."""
     row_C = tl.arange(0, C)
-    upto_CC = row_C[:, None] >= row_C[None, :]
+    upto_RC = row_R[:, None] >= row_C[None, :]
+    if DOCUMENTS:
+        start_R = tl.load(start_S + first + row_R)
+        upto_RC = upto_RC & ((first + row_C)[None, :] >= start_R[:, None])
+    return upto_RC
+
+
+@triton.jit
+def before(start_S, first, row_R, C: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """[rows, C]: the row's token is an earlier one than the column's, of its document."""
+    row_C = tl.arange(0, C)
+    before_RC = row_R[:, None] < row_C[None, :]
     if DOCUMENTS:
         start_C = tl.load(start_S + first + row_C)
-        upto_CC = upto_CC & ((first + row_C)[None, :] >= start_C[:, None])
-    return upto_CC
+        before_RC = before_RC & ((first + row_R)[:, None] >= start_C[None, :])
+    return before_RC
 
 
 @triton.jit
@@ -92,64 +110,65 @@ def inverse_kernel(
         start1_H, start2_H = tl.load(start_S + t1_H), tl.load(start_S + t2_H)
     w1_HK = tl.load(tile(w, first, groups * K, row_H, key_K), (t1_H < T)[:, None], 0.0).to(FINE)
     tl.store(tile(w_fine, own, K, row_H, key_K), w1_HK)
-    L1_HH = inverse(gram(w1_HK, w1_HK, beta1_H, start1_H, n * C, n * C, HALF), HALF, FINE).to(FINE)
-    tl.store(tile(L, own, C, row_H, row_H), L1_HH)
-    tl.store(tile(L + HALF, own, C, row_H, row_H), tl.zeros([HALF, HALF], FINE))
     w2_tile = tile(w, first + HALF, groups * K, row_H, key_K)
     w2_HK = tl.load(w2_tile, (t2_H < T)[:, None], 0.0).to(FINE)
     tl.store(tile(w_fine, own + HALF, K, row_H, key_K), w2_HK)
-    A_HH = gram(w2_HK, w1_HK, beta1_H, start2_H, middle, n * C, HALF).to(FINE)
-    A_HH = tl.dot(A_HH, L1_HH).to(FINE)
-    L2_HH = inverse(gram(w2_HK, w2_HK, beta2_H, start2_H, middle, middle, HALF), HALF, FINE)
-    L2_HH = L2_HH.to(FINE)
+    tl.store(tile(L + HALF, own, C, row_H, row_H), tl.zeros([HALF, HALF], FINE))
+    A1_HH = gram(w1_HK, w1_HK, beta1_H, start1_H, n * C, n * C, HALF).to(FINE)
+    A21_HH = gram(w2_HK, w1_HK, beta1_H, start2_H, middle, n * C, HALF).to(FINE)
+    A2_HH = gram(w2_HK, w2_HK, beta2_H, start2_H, middle, middle, HALF).to(FINE)
+    L1_HH = inverse(A1_HH, HALF, FINE).to(FINE)
+    tl.store(tile(L, own, C, row_H, row_H), L1_HH)
+    A21_HH = tl.dot(A21_HH, L1_HH).to(FINE)
+    L2_HH = inverse(A2_HH, HALF, FINE).to(FINE)
     tl.store(tile(L + HALF, own + HALF, C, row_H, row_H), L2_HH)
-    tl.store(tile(L, own + HALF, C, row_H, row_H), (-tl.dot(L2_HH, A_HH)).to(FINE))
+    tl.store(tile(L, own + HALF, C, row_H, row_H), (-tl.dot(L2_HH, A21_HH)).to(FINE))
 
 
 @triton.jit(do_not_specialize=VARYING)
 def solve_kernel(
     k, w, beta, start_S, L, XT, k_carried, k_exact, T, S, groups, G,
-    K: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, DOCUMENTS: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, FINE: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """X^T of a tile, and its keys carried to the right edge (twice: as attention reads them, and
     for another product)."""
-    n = tl.program_id(0)
+    n, row_R = part(ROWS, C)
     bg = tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    t_C = n * C + row_C
-    inside_C1 = (t_C < T)[:, None]
+    inside_R1 = (n * C + row_R < T)[:, None]
     own = bg * S + n * C
-    start_C = 0 * t_C
-    if DOCUMENTS:
-        start_C = tl.load(start_S + t_C)
-    later_CC = (t_C[:, None] < t_C[None, :]) & (t_C[:, None] >= start_C[None, :])
     w_CK = tl.load(tile(w, own, K, row_C, key_K))
-    k_tile = tile(k + g * K, b * T + n * C, groups * K, row_C, key_K)
-    BT_CC = tl.dot(tl.load(k_tile, inside_C1, 0.0).to(FINE), tl.trans(w_CK))
-    BT_CC = tl.where(later_CC, BT_CC, 0.0).to(FINE)
-    XT_CC = tl.dot(BT_CC, tl.trans(tl.load(tile(L, own, C, row_C, row_C))))
-    tl.store(tile(XT, own, C, row_C, row_C), XT_CC.to(FINE))
+    k_tile = tile(k + g * K, b * T + n * C, groups * K, row_R, key_K)
+    BT_RC = tl.dot(tl.load(k_tile, inside_R1, 0.0).to(FINE), tl.trans(w_CK))
+    BT_RC = tl.where(before(start_S, n * C, row_R, C, DOCUMENTS), BT_RC, 0.0).to(FINE)
+    XT_RC = tl.dot(BT_RC, tl.trans(tl.load(tile(L, own, C, row_C, row_C))))
+    tl.store(tile(XT, own, C, row_R, row_C), XT_RC.to(FINE))
     beta_C = tl.load(beta + own + row_C)
-    k_CK = tl.dot((XT_CC * -beta_C[None, :]).to(FINE), w_CK)
-    k_CK += tl.load(k_tile, inside_C1, 0.0).to(tl.float32)
-    tl.store(tile(k_carried, own, K, row_C, key_K), k_CK.to(k_carried.dtype.element_ty))
-    tl.store(tile(k_exact, own, K, row_C, key_K), k_CK.to(FINE))
+    k_RK = tl.dot((XT_RC * -beta_C[None, :]).to(FINE), w_CK)
+    k_RK += tl.load(k_tile, inside_R1, 0.0).to(tl.float32)
+    tl.store(tile(k_carried, own, K, row_R, key_K), k_RK.to(k_carried.dtype.element_ty))
+    tl.store(tile(k_exact, own, K, row_R, key_K), k_RK.to(FINE))
 
 
 @triton.jit
 def map_kernel(
-    w, beta, L, Y, maps, S, K: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr
+    w, beta, L, Y, maps, S,
+    K: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """Y and P of a tile."""
-    n = tl.program_id(0)
+    """Columns of a tile's Y and P."""
+    parts: tl.constexpr = K // COLUMNS
+    n = tl.program_id(0) // parts
+    column_E = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
     bg = tl.program_id(1).to(tl.int64)
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     own = bg * S + n * C
+    w_CE = tl.load(tile(w, own, K, row_C, column_E))
+    Y_CE = tl.dot(tl.load(tile(L, own, C, row_C, row_C)), w_CE)
+    tl.store(tile(Y, own, K, row_C, column_E), Y_CE.to(FINE))
+    Y_CE = (Y_CE * -tl.load(beta + own + row_C)[:, None]).to(FINE)
     w_CK = tl.load(tile(w, own, K, row_C, key_K))
-    Y_CK = tl.dot(tl.load(tile(L, own, C, row_C, row_C)), w_CK)
-    tl.store(tile(Y, own, K, row_C, key_K), Y_CK.to(FINE))
-    Y_CK = Y_CK * -tl.load(beta + own + row_C)[:, None]
-    map_KK = tl.dot(tl.trans(w_CK), Y_CK.to(FINE))
-    map_KK += tl.where(key_K[:, None] == key_K[None, :], 1.0, 0.0)
-    tl.store(tile(maps, (bg * (S // C) + n) * K, K, key_K, key_K), map_KK.to(FINE))
+    map_KE = tl.where(key_K[:, None] == column_E[None, :], 1.0, 0.0)
+    map_KE = tl.dot(tl.trans(w_CK), Y_CE, map_KE)
+    tl.store(tile(maps, (bg * (S // C) + n) * K, K, key_K, column_E), map_KE.to(FINE))
