@@ -17,6 +17,7 @@ import triton.language as tl
 
 from mixtron.kernels.path_attention.triton_forward import LOG2_E, VARYING
 from mixtron.kernels.path_attention.triton_maps import far_row, near_row, reach
+from mixtron.kernels.path_attention.triton_tiles import longest_first
 from mixtron.kernels.triton_tools import tile
 
 
@@ -77,8 +78,7 @@ def key_kernel(
     """A tile of C keys of one key/value head, over all query heads that read it: the gradients of
     keys and values, and with a gate the sums of ds over each key's column (with maps in two
     parts)."""
-    a = tl.program_id(0)
-    bg = tl.program_id(1).to(tl.int64)
+    a, bg = longest_first()
     G, groups = H // R, heads // R
     b, g = bg // G, bg % G
     row_C = tl.arange(0, C)
@@ -303,8 +303,8 @@ def query_kernel(
     v_b = v_{b+1} P_{b+1}, so that dv_{b+1} = own + dv_b P_{b+1}^T. Hence the way from the farthest
     keys to the nearest.
     """
-    a = tl.num_programs(0) - 1 - tl.program_id(0)
-    bh = tl.program_id(1).to(tl.int64)
+    turn, bh = longest_first()
+    a = tl.num_programs(0) - 1 - turn
     b, h = bh // H, bh % H
     g, G, groups = h // R, H // R, heads // R
     row_C = tl.arange(0, C)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from mixtron.kernels.path_attention.triton_maps import far_row, near_row, reach
+from mixtron.kernels.path_attention.triton_tiles import longest_first
 from mixtron.kernels.triton_tools import tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -61,9 +62,9 @@ def forward_kernel(
     [B, H, spans, pairs of tiles, C, K], q_far [B, H, pairs of spans, span, K], k and k_far
     [B, G, S, K], logits [B, H, S, C].
     """
-    # The last tiles see most keys: they start first.
-    a = tl.num_programs(0) - 1 - tl.program_id(0)
-    bh = tl.program_id(1).to(tl.int64)
+    # The last tiles see most keys.
+    turn, bh = longest_first()
+    a = tl.num_programs(0) - 1 - turn
     b, h = bh // H, bh % H
     g, G, groups = h // R, H // R, heads // R
     row_C = tl.arange(0, C)

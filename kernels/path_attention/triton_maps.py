@@ -15,7 +15,7 @@ The pairs t > b of a sequence of blocks, those with t - b <= lags alone, lie in 
 import triton
 import triton.language as tl
 
-from mixtron.kernels.path_attention.triton_tiles import part, upto
+from mixtron.kernels.path_attention.triton_tiles import longest_first, part, upto
 from mixtron.kernels.triton_tools import tile
 
 VARYING = ("T", "heads", "H", "span_tiles", "lags", "blocks", "tiles")
@@ -94,10 +94,11 @@ def version_kernel(
     DOCUMENTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of one query head its logits inside the tile, and its versions."""
-    # The last tiles have most versions: they start first.
-    a, row_R = part(ROWS, C)
-    a = tl.num_programs(0) // (C // ROWS) - 1 - a
-    bh = tl.program_id(1).to(tl.int64)
+    # The last tiles have most versions.
+    turn, bh = longest_first()
+    parts: tl.constexpr = C // ROWS
+    a = tl.num_programs(0) // parts - 1 - turn // parts
+    row_R = turn % parts * ROWS + tl.arange(0, ROWS)
     b, h = bh // H, bh % H
     g, G, groups = h // R, H // R, heads // R
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)

@@ -39,6 +39,24 @@ def inverse(A_CC, C: tl.constexpr, FINE: tl.constexpr):
     return X_CC
 
 
+TOGETHER = tl.constexpr(16)
+"""Heads whose programs run at the same time: their keys and values fit an H100's second cache at
+16,384 tokens."""
+
+
+@triton.jit
+def longest_first():
+    """Of a grid (tiles, heads): which tile, counted from that of most work, and which head (int64)
+    a program takes. The long ones of several heads come before their short ones, so that no
+    multiprocessor ends late, but not before those of too many heads, which would share no keys."""
+    tiles, heads = tl.num_programs(0), tl.num_programs(1)
+    turn = tl.program_id(1) * tiles + tl.program_id(0)
+    first = turn // (tiles * TOGETHER) * TOGETHER
+    together = tl.minimum(heads - first, TOGETHER)
+    turn -= first * tiles
+    return turn // together, (first + turn % together).to(tl.int64)
+
+
 @triton.jit
 def part(ROWS: tl.constexpr, C: tl.constexpr):
     """The tile of a program that owns ROWS of its rows, and these."""
