@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mixtron.kernels.path_attention.triton_maps import (
+    edge_gradient_kernel,
     map_gradient_kernel,
     pairs_before,
     query_gradient_kernel,
@@ -45,7 +46,8 @@ SHARES = {
     "version": Share(rows=64, warps=4),
     "query gradient": Share(rows=64, warps=4),
     "map gradient": Share(rows=128, warps=8),
-    "span gradient": Share(rows=128, warps=8),
+    "span gradient": Share(rows=64, warps=4),
+    "edge gradient": Share(rows=64, warps=4),
     "key gradient": Share(rows=64, warps=4),
     "inverse gradient": Share(rows=128, warps=8),
     "row gradient": Share(rows=64, warps=4),
@@ -120,7 +122,7 @@ def workspace_bytes(layout: Layout, K: int, shared: int) -> int:
     spans = S // (C * span)
     far = pairs_before(spans - 1, spans, layout.lags)
     versions = shared * (S * (span - 1) // 2 + far * span * C)
-    tiles = 4 * C + 2 * 2 * C + 2 * 6 * K + 4 * 2 * K + 2 * 4 * K * K // C
+    tiles = 2 * 4 * C + 2 * 8 * K + 2 * 4 * K * K // C + 16
     return 2 * 2 * K * versions + S * (tiles + shared * (2 * 4 * C + 2 * K))
 
 
@@ -223,10 +225,15 @@ def carry_gradients(
             layout.end_S, versions, dversions, out, H, blocks, tiles, reached,
             STAGES=3, num_warps=SHARES["map gradient"].warps, **options,
         )  # fmt: skip
-    span_gradient_kernel[(spans, B * G)](
-        x.maps, x.to_end, x.k, d.k_far, dspan_maps, d.k, dmaps, S, span,
-        LOW=LOW, num_warps=SHARES["span gradient"].warps, **sizes,
-    )  # fmt: skip
+    dproducts = torch.empty_like(dmaps)
+    parts, shares = _shares("span gradient", K)
+    span_gradient_kernel[(parts * spans, B * G)](
+        x.maps, x.k, d.k_far, dspan_maps, dproducts, S, span, LOW=LOW, **shares, **sizes
+    )
+    parts, shares = _shares("edge gradient", C)
+    edge_gradient_kernel[(parts * N, B * G)](
+        x.to_end, dproducts, d.k_far, d.k, dmaps, S, LOW=LOW, **shares, **sizes
+    )
     ZT, dA = (torch.empty_like(x.XT, dtype=dq.dtype) for _ in range(2))
     V = torch.empty_like(x.k)
     parts, shares = _shares("key gradient", C)

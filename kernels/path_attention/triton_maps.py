@@ -204,27 +204,45 @@ def map_gradient_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def span_gradient_kernel(
-    maps, to_end, k_carried, dk_far, dspan_maps, dk_carried, dmaps, S, span_tiles,
-    K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
+    maps, k_carried, dk_far, dspan_maps, dproducts, S, span_tiles,
+    K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """Adds to the gradients of a span's maps and of keys at their tile's right edge what comes
-    from its composed map and from the keys at its right edge."""
-    m = tl.program_id(0)
+    """Rows of the gradients of P_{L-1} ... P_t for every tile t of a span, from those of the whole
+    product and of the keys at the span's right edge."""
+    m, row_R = part(ROWS, K)
     bg = tl.program_id(1).to(tl.int64)
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     span_row = (bg * (S // (span_tiles * C)) + m) * K
-    d_KK = tl.load(tile(dspan_maps, span_row, K, key_K, key_K)).to(tl.float32)
+    d_RK = tl.load(tile(dspan_maps, span_row, K, row_R, key_K)).to(tl.float32)
     for i in range(span_tiles):
         n = bg * (S // C) + m * span_tiles + i
-        behind_KK = tl.load(tile(to_end, n * K, K, key_K, key_K)).to(LOW)
-        dmap_tile = tile(dmaps, n * K, K, key_K, key_K)
-        dmap_KK = tl.load(dmap_tile).to(tl.float32)
-        dmap_KK = tl.dot(tl.trans(behind_KK), d_KK.to(LOW), dmap_KK)
-        tl.store(dmap_tile, dmap_KK.to(dmaps.dtype.element_ty))
-        dk_CK = tl.load(tile(dk_far, n * C, K, row_C, key_K))
-        dk_tile = tile(dk_carried, n * C, K, row_C, key_K)
-        tl.store(dk_tile, tl.dot(dk_CK, behind_KK, tl.load(dk_tile)))
+        tl.store(tile(dproducts, n * K, K, row_R, key_K), d_RK.to(LOW))
         map_KK = tl.load(tile(maps, n * K, K, key_K, key_K)).to(LOW)
-        d_KK = tl.dot(d_KK.to(LOW), tl.trans(map_KK))
+        d_RK = tl.dot(d_RK.to(LOW), tl.trans(map_KK))
+        dk_CR = tl.load(tile(dk_far, n * C, K, row_C, row_R))
         k_CK = tl.load(tile(k_carried, n * C, K, row_C, key_K)).to(LOW)
-        d_KK = tl.dot(tl.trans(dk_CK), k_CK, d_KK)
+        d_RK = tl.dot(tl.trans(dk_CR), k_CK, d_RK)
+
+
+@triton.jit
+def edge_gradient_kernel(
+    to_end, dproducts, dk_far, dk_carried, dmaps, S,
+    K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Adds what comes from a span's right edge to rows of the gradients of its tiles' maps and of
+    the keys at their right edges."""
+    n, row_R = part(ROWS, C)
+    bg = tl.program_id(1).to(tl.int64)
+    key_K = tl.arange(0, K)
+    OWN: tl.constexpr = K * ROWS // C
+    own_E = tl.program_id(0) % (C // ROWS) * OWN + tl.arange(0, OWN)
+    n += bg * (S // C)
+    behind_KK = tl.load(tile(to_end, n * K, K, key_K, key_K)).to(LOW)
+    dk_RK = tl.load(tile(dk_far, n * C, K, row_R, key_K))
+    dk_tile = tile(dk_carried, n * C, K, row_R, key_K)
+    tl.store(dk_tile, tl.dot(dk_RK, behind_KK, tl.load(dk_tile)))
+    behind_KE = tl.load(tile(to_end, n * K, K, key_K, own_E)).to(LOW)
+    d_KK = tl.load(tile(dproducts, n * K, K, key_K, key_K))
+    dmap_tile = tile(dmaps, n * K, K, own_E, key_K)
+    dmap_EK = tl.dot(tl.trans(behind_KE), d_KK, tl.load(dmap_tile).to(tl.float32))
+    tl.store(dmap_tile, dmap_EK.to(dmaps.dtype.element_ty))

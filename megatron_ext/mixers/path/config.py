@@ -201,8 +201,9 @@ class PathFamilyConfig(MixerConfig):
         one = tokens * (
             2 * 2 * K * shared * versions
             + 8 * C
-            + 20 * K
+            + 16 * K
             + 8 * K * K / C
+            + 16
             + shared * (8 * C + 2 * K)
         )
         piece = max(one, min(TRITON_WORKSPACE_BYTES, one * self.kv_heads / tensor))
