@@ -49,6 +49,7 @@ def key_kernel(
     totals,
     start_S,
     end_S,
+    to_end,
     do_BTHV,
     lse_BHS,
     delta_BHS,
@@ -77,7 +78,7 @@ def key_kernel(
 ):
     """A tile of C keys of one key/value head, over all query heads that read it: the gradients of
     keys and values, and with a gate the sums of ds over each key's column (with maps in two
-    parts)."""
+    parts). With maps also dk_far alone, which went to dk over the map to the span's right edge."""
     a, bg = longest_first()
     G, groups = H // R, heads // R
     b, g = bg // G, bg % G
@@ -89,20 +90,47 @@ def key_kernel(
     inside_C1 = (u_C < T)[:, None]
     v_tile = tile(v_BTGV + g * V, b * T + a * C, groups * V, row_C, value_V)
     v_CV = tl.load(v_tile, inside_C1, 0.0).to(PRODUCT)
-    if MAPS:
-        k_tile = tile(k, bg * S + a * C, K, row_C, key_K)
-        k_CK = tl.load(k_tile).to(PRODUCT)
-        q_row = K
-    else:
-        k_tile = tile(k + g * K, b * T + a * C, groups * K, row_C, key_K)
-        k_CK = tl.load(k_tile, inside_C1, 0.0).to(PRODUCT)
-        q_row = heads * K
     end = tl.cdiv(T, BLOCK) * BLOCK
     if DOCUMENTS:
         end = tl.load(end_S + tl.minimum(a * C + C, T) - 1)
         end = tl.cdiv(end, BLOCK) * BLOCK
     dk_CK = tl.zeros([C, K], tl.float32)
     dv_CV = tl.zeros([C, V], tl.float32)
+    near_end = end
+    if MAPS:
+        near_end = (a // span_tiles + 1) * span_tiles * C
+        k_CK = tl.load(tile(k_far, bg * S + a * C, K, row_C, key_K)).to(PRODUCT)
+        span = a // span_tiles
+        for r in range(R):
+            h = g * R + r
+            bh = b * H + h
+            do = do_BTHV + b * T * heads * V + h * V
+            until, total = lse_BHS, lse_BHS
+            after_C = tl.zeros([C], tl.float32)
+            between = tl.full([], 0.0, tl.float32)
+            if GATE:
+                after_C = tl.load(gates + plane + bh * S + u_C)
+                until, total = gates + 2 * plane + bh * S, totals + bh * (S // BLOCK)
+                between = _sum(total, (a + 1) * (C // BLOCK), near_end // BLOCK).to(tl.float32)
+            queries = q_far + far_row(bh, (span + 1) * span_tiles, span, S, span_tiles, lags, C) * K
+            dk_CK, dv_CV, column_C = _walk_queries(
+                dk_CK, dv_CV, tl.zeros([C], tl.float32), between, k_CK, v_CV, after_C, u_C, queries,
+                do, lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, near_end,
+                tl.minimum(near_end + lags * span_tiles * C, end), T, 1.0 * LOG2_E,
+                K, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+            )  # fmt: skip
+            if GATE:
+                tl.store(columns_2BHS + plane + bh * S + u_C, column_C)
+        dk_tile = tile(dk_far, bg * S + a * C, K, row_C, key_K)
+        tl.store(dk_tile, dk_CK.to(dk_far.dtype.element_ty))
+        behind_KK = tl.load(tile(to_end, (bg * (S // C) + a) * K, K, key_K, key_K)).to(PRODUCT)
+        dk_CK = tl.dot(dk_CK.to(PRODUCT), behind_KK)
+        k_CK = tl.load(tile(k, bg * S + a * C, K, row_C, key_K)).to(PRODUCT)
+        q_row = K
+    else:
+        k_tile = tile(k + g * K, b * T + a * C, groups * K, row_C, key_K)
+        k_CK = tl.load(k_tile, inside_C1, 0.0).to(PRODUCT)
+        q_row = heads * K
     for r in range(R):
         h = g * R + r
         bh = b * H + h
@@ -142,54 +170,21 @@ def key_kernel(
             if not MAPS:
                 dk_CK = tl.dot(ds_CB.to(PRODUCT), q_BK, dk_CK)
         lo = (a + 1) * C
-        hi = end
-        between = tl.full([], 0.0, tl.float32)
         if MAPS:
-            u = a % span_tiles
-            queries = q_near + near_row(bh, a + 1, u, S, span_tiles, C) * K
-            hi = tl.minimum((a // span_tiles + 1) * span_tiles * C, end)
+            queries = q_near + near_row(bh, a + 1, a % span_tiles, S, span_tiles, C) * K
         else:
             queries = q + h * K + (b * T + lo) * heads * K
-        dk_CK, dv_CV, column_C, between = _walk_queries(
-            dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, queries, do,
-            lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, lo, hi, T,
-            1.0 * LOG2_E if MAPS else scale,
+        dk_CK, dv_CV, column_C = _walk_queries(
+            dk_CK, dv_CV, column_C, tl.full([], 0.0, tl.float32), k_CK, v_CV, after_C, u_C, queries,
+            do, lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, lo,
+            tl.minimum(near_end, end), T, 1.0 * LOG2_E if MAPS else scale,
             q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
         )  # fmt: skip
         if GATE:
             tl.store(columns_2BHS + bh * S + u_C, column_C)
 
     if MAPS:
-        tl.store(tile(dk, bg * S + a * C, K, row_C, key_K), dk_CK)
-        dk_CK = tl.zeros([C, K], tl.float32)
-        k_CK = tl.load(tile(k_far, bg * S + a * C, K, row_C, key_K)).to(PRODUCT)
-        span = a // span_tiles
-        for r in range(R):
-            h = g * R + r
-            bh = b * H + h
-            do = do_BTHV + b * T * heads * V + h * V
-            until, total = lse_BHS, lse_BHS
-            after_C = tl.zeros([C], tl.float32)
-            between = tl.full([], 0.0, tl.float32)
-            if GATE:
-                after_C = tl.load(gates + plane + bh * S + u_C)
-                until, total = gates + 2 * plane + bh * S, totals + bh * (S // BLOCK)
-                for i in range((a + 1) * (C // BLOCK), (span + 1) * span_tiles * (C // BLOCK)):
-                    between += tl.load(total + i)
-            column_C = tl.zeros([C], tl.float32)
-            lo = (span + 1) * span_tiles * C
-            hi = tl.minimum(lo + lags * span_tiles * C, end)
-            queries = q_far + far_row(bh, (span + 1) * span_tiles, span, S, span_tiles, lags, C) * K
-            dk_CK, dv_CV, column_C, between = _walk_queries(
-                dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, queries, do,
-                lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, lo, hi, T,
-                1.0 * LOG2_E,
-                q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-            )  # fmt: skip
-            if GATE:
-                tl.store(columns_2BHS + plane + bh * S + u_C, column_C)
-        dk_tile = tile(dk_far, bg * S + a * C, K, row_C, key_K)
-        tl.store(dk_tile, dk_CK.to(dk_far.dtype.element_ty))
+        tl.store(tile(dk, bg * S + a * C, K, row_C, key_K), dk_CK.to(dk.dtype.element_ty))
     else:
         dk_tile = tile(dk + g * K, b * T + a * C, groups * K, row_C, key_K)
         # The walk's scale is in units of log 2.
@@ -241,18 +236,21 @@ def _walk_queries(
         do_BV = tl.load(tile(do, first, do_row, column, value_V), within_B1, 0.0).to(PRODUCT)
         s_CB = tl.dot(k_CK, tl.trans(q_BK)) * scale
         if GATE:
-            s_CB += after_C[:, None] + (tl.load(until + t_B) + between)[None, :]
-            between += tl.load(total + first // BLOCK)
+            s_CB += after_C[:, None]
         if DOCUMENTS:
             seen_CB = u_C[:, None] >= tl.load(start_S + t_B)[None, :]
             s_CB = tl.where(seen_CB, s_CB, float("-inf"))
-        p_CB = tl.exp2(s_CB - (tl.load(lse + t_B) * LOG2_E)[None, :])
+        less_B = tl.load(lse + t_B) * LOG2_E
+        if GATE:
+            less_B -= tl.load(until + t_B) + between
+            between += tl.load(total + first // BLOCK)
+        p_CB = tl.exp2(s_CB - less_B[None, :])
         dv_CV = tl.dot(p_CB.to(PRODUCT), do_BV, dv_CV)
         ds_CB = p_CB * (tl.dot(v_CV, tl.trans(do_BV)) - tl.load(delta + t_B)[None, :])
         if GATE:
             column_C += tl.sum(ds_CB, 1)
         dk_CK = tl.dot(ds_CB.to(PRODUCT), q_BK, dk_CK)
-    return dk_CK, dv_CV, column_C, between
+    return dk_CK, dv_CV, column_C
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -317,12 +315,12 @@ def query_kernel(
     start_C = t_C * 0
     if DOCUMENTS:
         start_C = tl.load(start_S + t_C)
-    until_C = tl.zeros([C], tl.float32)
-    if GATE:
-        until_C = tl.load(gates + bh * S + t_C)
     do_tile = tile(do_BTHV + h * V, b * T + a * C, heads * V, row_C, value_V)
     do_CV = tl.load(do_tile, inside_C1, 0.0).to(PRODUCT)
     lse_C = tl.load(lse_BHS + bh * S + t_C) * LOG2_E
+    if GATE:
+        # In all of a query's logits are the gates from its tile's left edge to it.
+        lse_C -= tl.load(gates + bh * S + t_C)
     delta_C = tl.load(delta_BHS + bh * S + t_C)
     if MAPS:
         keys = k + (b * G + g) * S * K
@@ -347,7 +345,7 @@ def query_kernel(
             k_BK = tl.load(tile(keys, first, k_row, column, key_K), within_B1, 0.0).to(PRODUCT)
             s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
         if GATE:
-            s_CB += until_C[:, None] - tl.load(gates + bh * S + u_B)[None, :]
+            s_CB -= tl.load(gates + bh * S + u_B)[None, :]
         seen_CB = (u_B[None, :] <= t_C[:, None]) & (u_B[None, :] >= start_C[:, None])
         p_CB = tl.exp2(tl.where(seen_CB, s_CB, float("-inf")) - lse_C[:, None])
         ds_CB = p_CB * (tl.dot(do_CV, tl.trans(v_BV)) - delta_C[:, None])
@@ -379,7 +377,7 @@ def query_kernel(
             dq_CK = tl.dot(dq_CK.to(PRODUCT), tl.trans(map_KK))
             lo = (span - far + i) * span_tiles * C
             dq_CK, sum_C, between = _walk_keys(
-                dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, until_C, start_C,
+                dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, start_C,
                 keys, v, after, total, tl.maximum(lo, low), lo + span_tiles * C, 1.0 * LOG2_E,
                 k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
@@ -393,14 +391,14 @@ def query_kernel(
             dq_CK = tl.dot(dq_CK.to(PRODUCT), tl.trans(map_KK))
             lo = (a - near + i) * C
             dq_CK, sum_C, between = _walk_keys(
-                dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, until_C, start_C,
+                dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, start_C,
                 keys, v, after, total, tl.maximum(lo, low), lo + C, 1.0 * LOG2_E,
                 k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
         tl.store(tile(dq, bh * S + a * C, K, row_C, key_K), dq_CK.to(dq.dtype.element_ty))
     else:
         dq_CK, sum_C, between = _walk_keys(
-            dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, until_C, start_C,
+            dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, start_C,
             keys, v, after, total, low, a * C, scale,
             k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
         )  # fmt: skip
@@ -419,7 +417,6 @@ def _walk_keys(
     do_CV,
     lse_C,
     delta_C,
-    until_C,
     start_C,
     k,
     v,
@@ -453,8 +450,7 @@ def _walk_keys(
         s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
         if GATE:
             between -= tl.load(total + first // BLOCK).to(tl.float64)
-            behind_B = tl.load(after + first + column) + between.to(tl.float32)
-            s_CB += until_C[:, None] + behind_B[None, :]
+            s_CB += (tl.load(after + first + column) + between.to(tl.float32))[None, :]
         if DOCUMENTS:
             s_CB = tl.where((first + column)[None, :] >= start_C[:, None], s_CB, float("-inf"))
         p_CB = tl.exp2(s_CB - lse_C[:, None])

@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mixtron.kernels.path_attention.triton_maps import (
-    edge_gradient_kernel,
     map_gradient_kernel,
     pairs_before,
     query_gradient_kernel,
@@ -47,7 +46,6 @@ SHARES = {
     "query gradient": Share(rows=64, warps=4),
     "map gradient": Share(rows=128, warps=8),
     "span gradient": Share(rows=64, warps=4),
-    "edge gradient": Share(rows=64, warps=4),
     "key gradient": Share(rows=64, warps=4),
     "inverse gradient": Share(rows=128, warps=8),
     "row gradient": Share(rows=64, warps=4),
@@ -91,8 +89,8 @@ class Carried:
 
 @dataclass
 class CarriedGradients:
-    """Of the first five of `Carried`, in their dtype but for k's, which is fp32; of the logits in
-    q's. In place of a version's gradient stands, by the end, that of its tile's next one alone."""
+    """Of the first five of `Carried`, in q's dtype; k's with what comes from `k_far`. In place of a
+    version's gradient stands, by the end, that of its tile's next one alone."""
 
     q_near: Tensor
     q_far: Tensor
@@ -110,7 +108,7 @@ class CarriedGradients:
             q_near=torch.empty_like(x.q_near),
             q_far=torch.empty_like(x.q_far),
             q_carried=x.k.new_empty(B, H, S, x.k.shape[-1]),
-            k=torch.empty_like(x.k, dtype=torch.float32),
+            k=torch.empty_like(x.k),
             k_far=torch.empty_like(x.k_far),
             logits=torch.empty_like(x.logits, dtype=low),
         )
@@ -122,7 +120,7 @@ def workspace_bytes(layout: Layout, K: int, shared: int) -> int:
     spans = S // (C * span)
     far = pairs_before(spans - 1, spans, layout.lags)
     versions = shared * (S * (span - 1) // 2 + far * span * C)
-    tiles = 2 * 4 * C + 2 * 8 * K + 2 * 4 * K * K // C + 16
+    tiles = 2 * 4 * C + 2 * 7 * K + 2 * 4 * K * K // C + 16
     return 2 * 2 * K * versions + S * (tiles + shared * (2 * 4 * C + 2 * K))
 
 
@@ -216,24 +214,20 @@ def carry_gradients(
         q_BTHK, k_BTGK, x.w, x.beta, start_S, x.XT, x.Y, d.logits, d.q_carried, dq, M, dM,
         scale, *of_queries, LOW=LOW, **shares, **options,
     )  # fmt: skip
-    dmaps, dspan_maps = (torch.empty_like(y, dtype=dq.dtype) for y in (x.maps, x.span_maps))
-    for versions, dversions, out, grid, blocks, tiles, reached in (
-        (x.q_near, d.q_near, dmaps, N, span, 1, span - 1),
-        (x.q_far, d.q_far, dspan_maps, spans, spans, span, lags),
-    ):
-        map_gradient_kernel[(grid, B * G)](
-            layout.end_S, versions, dversions, out, H, blocks, tiles, reached,
-            STAGES=3, num_warps=SHARES["map gradient"].warps, **options,
-        )  # fmt: skip
-    dproducts = torch.empty_like(dmaps)
+    dspan_maps = torch.empty_like(x.span_maps, dtype=dq.dtype)
+    dmaps, dproducts = (torch.empty_like(x.maps, dtype=dq.dtype) for _ in range(2))
+    gathering = options | {"LOW": LOW, "STAGES": 3, "num_warps": SHARES["map gradient"].warps}
+    map_gradient_kernel[(spans, B * G)](
+        layout.end_S, x.q_far, d.q_far, None, None, dspan_maps, H, spans, span, lags, **gathering
+    )
     parts, shares = _shares("span gradient", K)
     span_gradient_kernel[(parts * spans, B * G)](
         x.maps, x.k, d.k_far, dspan_maps, dproducts, S, span, LOW=LOW, **shares, **sizes
     )
-    parts, shares = _shares("edge gradient", C)
-    edge_gradient_kernel[(parts * N, B * G)](
-        x.to_end, dproducts, d.k_far, d.k, dmaps, S, LOW=LOW, **shares, **sizes
-    )
+    map_gradient_kernel[(N, B * G)](
+        layout.end_S, x.q_near, d.q_near, x.to_end, dproducts, dmaps, H, span, 1, span - 1,
+        **gathering,
+    )  # fmt: skip
     ZT, dA = (torch.empty_like(x.XT, dtype=dq.dtype) for _ in range(2))
     V = torch.empty_like(x.k)
     parts, shares = _shares("key gradient", C)

@@ -174,12 +174,13 @@ def query_gradient_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def map_gradient_kernel(
-    end_S, versions, dversions, dmaps, H, blocks, tiles, lags,
-    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr,
+    end_S, versions, dversions, to_end, dproducts, dmaps, H, blocks, tiles, lags,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """dP_b = sum over later blocks t of v_b^T dv_{b-1}, over all their tiles and the query heads
-    that share it. A sequence has so many blocks, of so many tiles each."""
+    that share it; and of a tile what comes from the products to its span's right edge. A sequence
+    has so many blocks, of so many tiles each."""
     G = H // R
     b = tl.program_id(0) % blocks
     sequence = tl.program_id(0) // blocks
@@ -199,6 +200,10 @@ def map_gradient_kernel(
         dv_CK = tl.load(tile(dversions, row, K, row_C, key_K))
         dmap_KK = tl.dot(tl.trans(v_CK), dv_CK, dmap_KK)
     dmap_row = (bg * tl.num_programs(0) + tl.program_id(0)) * K
+    if to_end is not None:
+        behind_KK = tl.load(tile(to_end, dmap_row, K, key_K, key_K)).to(LOW)
+        d_KK = tl.load(tile(dproducts, dmap_row, K, key_K, key_K))
+        dmap_KK = tl.dot(tl.trans(behind_KK), d_KK, dmap_KK)
     tl.store(tile(dmaps, dmap_row, K, key_K, key_K), dmap_KK.to(dmaps.dtype.element_ty))
 
 
@@ -222,27 +227,3 @@ def span_gradient_kernel(
         dk_CR = tl.load(tile(dk_far, n * C, K, row_C, row_R))
         k_CK = tl.load(tile(k_carried, n * C, K, row_C, key_K)).to(LOW)
         d_RK = tl.dot(tl.trans(dk_CR), k_CK, d_RK)
-
-
-@triton.jit
-def edge_gradient_kernel(
-    to_end, dproducts, dk_far, dk_carried, dmaps, S,
-    K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr,
-):  # fmt: skip
-    """Adds what comes from a span's right edge to rows of the gradients of its tiles' maps and of
-    the keys at their right edges."""
-    n, row_R = part(ROWS, C)
-    bg = tl.program_id(1).to(tl.int64)
-    key_K = tl.arange(0, K)
-    OWN: tl.constexpr = K * ROWS // C
-    own_E = tl.program_id(0) % (C // ROWS) * OWN + tl.arange(0, OWN)
-    n += bg * (S // C)
-    behind_KK = tl.load(tile(to_end, n * K, K, key_K, key_K)).to(LOW)
-    dk_RK = tl.load(tile(dk_far, n * C, K, row_R, key_K))
-    dk_tile = tile(dk_carried, n * C, K, row_R, key_K)
-    tl.store(dk_tile, tl.dot(dk_RK, behind_KK, tl.load(dk_tile)))
-    behind_KE = tl.load(tile(to_end, n * K, K, key_K, own_E)).to(LOW)
-    d_KK = tl.load(tile(dproducts, n * K, K, key_K, key_K))
-    dmap_tile = tile(dmaps, n * K, K, own_E, key_K)
-    dmap_EK = tl.dot(tl.trans(behind_KE), d_KK, tl.load(dmap_tile).to(tl.float32))
-    tl.store(dmap_tile, dmap_EK.to(dmaps.dtype.element_ty))

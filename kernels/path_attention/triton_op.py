@@ -272,6 +272,7 @@ def attend_backward(
     key_kernel[piece.grid(found.k.shape[2])](
         *operands,
         piece.layout.end_S,
+        None if carried is None else carried.to_end,
         *of_rows,
         dk,
         dk_far,

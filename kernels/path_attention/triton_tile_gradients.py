@@ -57,7 +57,7 @@ def key_gradient_kernel(
     own = bg * S + n * C
     w_CK = tl.load(tile(w, own, K, row_C, key_K)).to(LOW)
     dkc_tile = tile(dk_carried, own, K, row_R, key_K)
-    dX_RC = tl.dot(tl.load(dkc_tile).to(LOW), tl.trans(w_CK))
+    dX_RC = tl.dot(tl.load(dkc_tile), tl.trans(w_CK))
     dX_RC = gathered(dX_RC, dlogits, M, row_R, bg, n, T, S, heads, H, R, C, C, LOW, False)
     XT_RC = tl.load(tile(XT, own, C, row_R, row_C)).to(tl.float32)
     dbeta_parts += tl.program_id(0) % (C // ROWS) * tl.num_programs(1) * S.to(tl.int64)
@@ -68,7 +68,7 @@ def key_gradient_kernel(
     Z_RC = tl.where(before(start_S, n * C, row_R, C, DOCUMENTS), Z_RC, 0.0).to(LOW)
     dk_RK = tl.dot(Z_RC, w_CK) * (1 / scale)
     dk_RK = gathered(dk_RK, dlogits, q, row_R, bg, n, T, S, heads, H, R, C, K, LOW, True)
-    dk_RK = dk_RK * scale + tl.load(dkc_tile)
+    dk_RK = dk_RK * scale + tl.load(dkc_tile).to(tl.float32)
     dk_tile = tile(dk + g * K, b * T + n * C, groups * K, row_R, key_K)
     tl.store(dk_tile, dk_RK.to(dk.dtype.element_ty), (n * C + row_R < T)[:, None])
 
@@ -125,7 +125,7 @@ def row_gradient_kernel(
     for i in tl.static_range(PARTS):
         dbeta_R += tl.load(dbeta_parts + i * tl.num_programs(1) * S.to(tl.int64) + own + row_R)
     tl.store(dbeta + (b * T + t_R) * groups + g, dbeta_R, t_R < T)
-    dkc_CK = tl.load(tile(dk_carried, own, K, row_C, key_K)).to(LOW)
+    dkc_CK = tl.load(tile(dk_carried, own, K, row_C, key_K))
     XT_CR = tl.load(tile(XT, own, C, row_C, row_R)).to(LOW)
     dw_RK = tl.dot(tl.trans(XT_CR), dkc_CK, -dw_RK)
     dP_KK = tl.load(tile(dmaps, (bg * (S // C) + n) * K, K, key_K, key_K))

@@ -201,7 +201,7 @@ class PathFamilyConfig(MixerConfig):
         one = tokens * (
             2 * 2 * K * shared * versions
             + 8 * C
-            + 16 * K
+            + 14 * K
             + 8 * K * K / C
             + 16
             + shared * (8 * C + 2 * K)
