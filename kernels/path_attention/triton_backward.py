@@ -91,7 +91,10 @@ def key_kernel(
     v_tile = tile(v_BTGV + g * V, b * T + a * C, groups * V, row_C, value_V)
     v_CV = tl.load(v_tile, inside_C1, 0.0).to(PRODUCT)
     end = tl.cdiv(T, BLOCK) * BLOCK
+    # Only from its end on are queries of another document than the first key's.
+    own_end = end
     if DOCUMENTS:
+        own_end = tl.load(end_S + tl.minimum(a * C, T - 1))
         end = tl.load(end_S + tl.minimum(a * C + C, T) - 1)
         end = tl.cdiv(end, BLOCK) * BLOCK
     dk_CK = tl.zeros([C, K], tl.float32)
@@ -115,7 +118,7 @@ def key_kernel(
             queries = q_far + far_row(bh, (span + 1) * span_tiles, span, S, span_tiles, lags, C) * K
             dk_CK, dv_CV, column_C = _walk_queries(
                 dk_CK, dv_CV, tl.zeros([C], tl.float32), between, k_CK, v_CV, after_C, u_C, queries,
-                do, lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, near_end,
+                do, lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, own_end, near_end,
                 tl.minimum(near_end + lags * span_tiles * C, end), T, 1.0 * LOG2_E,
                 K, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
@@ -176,7 +179,7 @@ def key_kernel(
             queries = q + h * K + (b * T + lo) * heads * K
         dk_CK, dv_CV, column_C = _walk_queries(
             dk_CK, dv_CV, column_C, tl.full([], 0.0, tl.float32), k_CK, v_CV, after_C, u_C, queries,
-            do, lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, lo,
+            do, lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, own_end, lo,
             tl.minimum(near_end, end), T, 1.0 * LOG2_E if MAPS else scale,
             q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
         )  # fmt: skip
@@ -210,6 +213,7 @@ def _walk_queries(
     until,
     total,
     start_S,
+    own_end,
     lo,
     hi,
     T,
@@ -237,9 +241,10 @@ def _walk_queries(
         s_CB = tl.dot(k_CK, tl.trans(q_BK)) * scale
         if GATE:
             s_CB += after_C[:, None]
-        if DOCUMENTS:
-            seen_CB = u_C[:, None] >= tl.load(start_S + t_B)[None, :]
-            s_CB = tl.where(seen_CB, s_CB, float("-inf"))
+        if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
+            if first + BLOCK > own_end:
+                seen_CB = u_C[:, None] >= tl.load(start_S + t_B)[None, :]
+                s_CB = tl.where(seen_CB, s_CB, float("-inf"))
         less_B = tl.load(lse + t_B) * LOG2_E
         if GATE:
             less_B -= tl.load(until + t_B) + between
@@ -443,6 +448,8 @@ def _walk_keys(
     column = tl.arange(0, BLOCK)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, V)
+    # Only before it are keys of other documents.
+    latest = tl.max(start_C, 0)
     for i in tl.range(0, (hi - lo) // BLOCK, num_stages=STAGES):
         first = (lo + i * BLOCK).to(tl.int64)
         k_BK = tl.load(tile(k, first, k_row, column, key_K)).to(PRODUCT)
@@ -451,8 +458,9 @@ def _walk_keys(
         if GATE:
             between -= tl.load(total + first // BLOCK).to(tl.float64)
             s_CB += (tl.load(after + first + column) + between.to(tl.float32))[None, :]
-        if DOCUMENTS:
-            s_CB = tl.where((first + column)[None, :] >= start_C[:, None], s_CB, float("-inf"))
+        if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
+            if first < latest:
+                s_CB = tl.where((first + column)[None, :] >= start_C[:, None], s_CB, float("-inf"))
         p_CB = tl.exp2(s_CB - lse_C[:, None])
         ds_CB = p_CB * (tl.dot(do_CV, tl.trans(v_BV)) - delta_C[:, None])
         if GATE:

@@ -184,6 +184,8 @@ def _walk_keys(
     column = tl.arange(0, BLOCK)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, V)
+    # Only before it are keys of other documents.
+    latest = tl.max(start_C, 0)
     for i in tl.range(0, (hi - lo) // BLOCK, num_stages=STAGES):
         first = (hi - (i + 1) * BLOCK).to(tl.int64)
         k_BK = tl.load(tile(k, first, k_row, column, key_K)).to(PRODUCT)
@@ -192,8 +194,9 @@ def _walk_keys(
         if GATE:
             s_CB += (tl.load(after + first + column) + between)[None, :]
             between += tl.load(total + first // BLOCK)
-        if DOCUMENTS:
-            s_CB = tl.where((first + column)[None, :] >= start_C[:, None], s_CB, float("-inf"))
+        if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
+            if first < latest:
+                s_CB = tl.where((first + column)[None, :] >= start_C[:, None], s_CB, float("-inf"))
         acc_CV, top_C, sum_C = _add(acc_CV, top_C, sum_C, s_CB, v_BV)
     return acc_CV, top_C, sum_C, between
 
