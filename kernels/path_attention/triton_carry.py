@@ -55,9 +55,25 @@ FINE, LOW = (tl.float32, tl.float32) if INTERPRETED else (tl.float16, tl.bfloat1
 
 
 @dataclass
+class Factors:
+    """What backward takes from forward: of the maps' factors. `fine` is fp16."""
+
+    w: Tensor
+    """[B, G, S, K] fine; zeros behind the last token, as in beta."""
+    beta: Tensor
+    """[B, G, S] fp32."""
+    L: Tensor
+    """[B, G, S, C] fine: (I + tril(W W^T diag(beta), -1))^-1 of each tile."""
+
+    def part(self, rows: slice, groups: slice) -> "Factors":
+        """Views, each in one piece."""
+        return Factors(*(x[rows, groups] for x in vars(self).values()))
+
+
+@dataclass
 class Carried:
     """Of S tokens in tiles of C, `span` tiles a span: what attention reads, then what backward
-    does. q's dtype, or fp16 (`fine`)."""
+    does. q's dtype, or `fine`."""
 
     q_near: Tensor
     """[B, H, spans, pairs of tiles, C, K]: q to the right edge of an earlier tile of its span."""
@@ -69,12 +85,6 @@ class Carried:
     """[B, G, S, K]: carried to its span's right edge."""
     logits: Tensor
     """[B, H, S, C] inside tiles, without gates, not masked; fine."""
-    w: Tensor
-    """[B, G, S, K] fine; zeros behind the last token, as in beta."""
-    beta: Tensor
-    """[B, G, S] fp32."""
-    L: Tensor
-    """[B, G, S, C] fine."""
     XT: Tensor
     """[B, G, S, C] fine: X^T before beta."""
     Y: Tensor
@@ -124,13 +134,26 @@ def workspace_bytes(layout: Layout, K: int, shared: int) -> int:
     return 2 * 2 * K * versions + S * (tiles + shared * (2 * 4 * C + 2 * K))
 
 
+def factors_of(w_BTGK: Tensor, beta_BTG: Tensor, layout: Layout) -> Factors:
+    (B, T, G, K), S, C = w_BTGK.shape, layout.S, layout.tile
+    fine = w_BTGK.dtype if INTERPRETED else torch.float16
+    w, L = (w_BTGK.new_empty(B, G, S, width, dtype=fine) for width in (K, C))
+    beta = beta_BTG.new_empty(B, G, S)
+    inverse_kernel[(S // C, B * G)](
+        w_BTGK, beta_BTG, layout.start_S, w, beta, L, T, S, G,
+        K=K, C=C, FINE=FINE, DOCUMENTS=layout.start_S is not None,
+        num_warps=SHARES["inverse"].warps, num_stages=1,
+    )  # fmt: skip
+    return Factors(w, beta, L)
+
+
 def carry(
-    q_BTHK: Tensor, k_BTGK: Tensor, w_BTGK: Tensor, beta_BTG: Tensor, scale: float, layout: Layout
+    q_BTHK: Tensor, k_BTGK: Tensor, factors: Factors, scale: float, layout: Layout
 ) -> Carried:
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     S, C, span, lags, start_S = layout.S, layout.tile, layout.span, layout.lags, layout.start_S
     N, spans = S // C, S // (C * span)
-    fine = w_BTGK.dtype if INTERPRETED else torch.float16
+    fine = factors.w.dtype
 
     def new(*shape: int, dtype: torch.dtype = fine) -> Tensor:
         return q_BTHK.new_empty(B, *shape, dtype=dtype)
@@ -142,37 +165,31 @@ def carry(
         k=new(G, S, K, dtype=low),
         k_far=new(G, S, K, dtype=low),
         logits=new(H, S, C),
-        w=new(G, S, K),
-        beta=new(G, S, dtype=torch.float32),
-        L=new(G, S, C),
         XT=new(G, S, C),
         Y=new(G, S, K),
         maps=new(G, N, K, K),
         to_end=new(G, N, K, K),
         span_maps=new(G, spans, K, K),
     )
-    k_exact = torch.empty_like(x.w)
+    w, beta, L = vars(factors).values()
+    k_exact = torch.empty_like(w)
     options = {"K": K, "C": C, "FINE": FINE, "num_stages": 1}
     documents = {"DOCUMENTS": start_S is not None}
     of_keys = T, S, layout.heads // (H // G), G
-    inverse_kernel[(N, B * G)](
-        w_BTGK, beta_BTG, start_S, x.w, x.beta, x.L, *of_keys,
-        num_warps=SHARES["inverse"].warps, **documents, **options,
-    )  # fmt: skip
     parts, shares = _shares("solve", C)
     solve_kernel[(parts * N, B * G)](
-        k_BTGK, x.w, x.beta, start_S, x.L, x.XT, x.k, k_exact, *of_keys,
+        k_BTGK, w, beta, start_S, L, x.XT, x.k, k_exact, *of_keys,
         **shares, **documents, **options,
     )  # fmt: skip
     parts, shares = _shares("map", K, "COLUMNS")
-    map_kernel[(parts * N, B * G)](x.w, x.beta, x.L, x.Y, x.maps, S, **shares, **options)
+    map_kernel[(parts * N, B * G)](w, beta, L, x.Y, x.maps, S, **shares, **options)
     parts, shares = _shares("span", K)
     span_kernel[(parts * spans, B * G)](
         x.maps, k_exact, x.to_end, x.span_maps, x.k_far, S, span, **shares, **options
     )
     parts, shares = _shares("version", C)
     version_kernel[(parts * N, B * H)](
-        q_BTHK, k_BTGK, x.w, x.beta, start_S, x.XT, x.Y, x.maps, x.span_maps, x.logits, x.q_near,
+        q_BTHK, k_BTGK, w, beta, start_S, x.XT, x.Y, x.maps, x.span_maps, x.logits, x.q_near,
         x.q_far, scale, T, S, layout.heads, H, span, lags,
         R=H // G, STAGES=2, **shares, **documents, **options,
     )  # fmt: skip
@@ -189,8 +206,7 @@ def _shares(kernel: str, rows: int, name: str = "ROWS") -> tuple[int, dict[str, 
 def carry_gradients(
     q_BTHK: Tensor,
     k_BTGK: Tensor,
-    w_BTGK: Tensor,
-    beta_BTG: Tensor,
+    factors: Factors,
     scale: float,
     layout: Layout,
     carried: Carried,
@@ -200,18 +216,19 @@ def carry_gradients(
     dw: Tensor,
     dbeta: Tensor,
 ) -> None:
-    """Writes dq to dbeta, laid out like q to beta. `gradients` is overwritten."""
+    """Writes dq to dbeta, laid out like the op's inputs. `gradients` is overwritten."""
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     S, C, span, lags, start_S = layout.S, layout.tile, layout.span, layout.lags, layout.start_S
     N, spans = S // C, S // (C * span)
     x, d = carried, gradients
+    w, beta, L = vars(factors).values()
     sizes = {"K": K, "C": C, "num_stages": 1}
     options = sizes | {"R": H // G, "DOCUMENTS": start_S is not None}
     of_queries = T, S, layout.heads, H
     M, dM = torch.empty_like(d.logits), torch.empty_like(d.logits)
     parts, shares = _shares("query gradient", C)
     query_gradient_kernel[(parts * N, B * H)](
-        q_BTHK, k_BTGK, x.w, x.beta, start_S, x.XT, x.Y, d.logits, d.q_carried, dq, M, dM,
+        q_BTHK, k_BTGK, w, beta, start_S, x.XT, x.Y, d.logits, d.q_carried, dq, M, dM,
         scale, *of_queries, LOW=LOW, **shares, **options,
     )  # fmt: skip
     dspan_maps = torch.empty_like(x.span_maps, dtype=dq.dtype)
@@ -231,17 +248,17 @@ def carry_gradients(
     ZT, dA = (torch.empty_like(x.XT, dtype=dq.dtype) for _ in range(2))
     V = torch.empty_like(x.k)
     parts, shares = _shares("key gradient", C)
-    dbeta_parts = x.beta.new_empty(parts + 1, *x.beta.shape)
+    dbeta_parts = beta.new_empty(parts + 1, *beta.shape)
     key_gradient_kernel[(parts * N, B * G)](
-        q_BTHK, x.w, x.beta, start_S, x.L, x.XT, M, d.logits, d.k, ZT, dk, dbeta_parts,
+        q_BTHK, w, beta, start_S, L, x.XT, M, d.logits, d.k, ZT, dk, dbeta_parts,
         scale, *of_queries, LOW=LOW, **shares, **options,
     )  # fmt: skip
     inverse_gradient_kernel[(N, B * G)](
-        x.w, x.beta, start_S, x.L, x.XT, x.Y, M, d.q_carried, dmaps, ZT, V, dA, dbeta_parts[parts],
+        w, beta, start_S, L, x.XT, x.Y, M, d.q_carried, dmaps, ZT, V, dA, dbeta_parts[parts],
         *of_queries, LOW=LOW, num_warps=SHARES["inverse gradient"].warps, **options,
     )  # fmt: skip
     parts, shares = _shares("row gradient", C)
     row_gradient_kernel[(parts * N, B * G)](
-        q_BTHK, k_BTGK, x.w, x.beta, start_S, x.XT, x.Y, dM, d.k, dmaps, ZT, V, dA, dbeta_parts,
+        q_BTHK, k_BTGK, w, beta, start_S, x.XT, x.Y, dM, d.k, dmaps, ZT, V, dA, dbeta_parts,
         dw, dbeta, *of_queries, PARTS=dbeta_parts.shape[0], LOW=LOW, **shares, **options,
     )  # fmt: skip

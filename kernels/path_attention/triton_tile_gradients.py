@@ -9,7 +9,7 @@ beta; with dX and dY the gradients behind beta, and Z and V those of what L mult
 """
 
 # Launches take keywords that the kernels' signatures do not have.
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

@@ -12,7 +12,7 @@ rounded to fp16 too, once, before anything is made of it.
 """
 
 # Launches take keywords that the kernels' signatures do not have.
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -39,9 +39,9 @@ def inverse(A_CC, C: tl.constexpr, FINE: tl.constexpr):
     return X_CC
 
 
-TOGETHER = tl.constexpr(16)
+TOGETHER = tl.constexpr(8)
 """Heads whose programs run at the same time: their keys and values fit an H100's second cache at
-16,384 tokens."""
+8,192 tokens."""
 
 
 @triton.jit
@@ -103,7 +103,7 @@ query or `groups` key/value heads a row, of which H and G are taken; R = H / G."
 
 @triton.jit(do_not_specialize=VARYING)
 def inverse_kernel(
-    w, beta, start_S, w_fine, beta_own, L, T, S, groups, G,
+    w, beta, start_S, w_fine, beta_own, L, T, S, G,
     K: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """L of a tile, from those of its halves: [[L_1, 0], [-L_2 A_21 L_1, L_2]]. w and beta for the
@@ -118,17 +118,17 @@ def inverse_kernel(
     first, own = b * T + n * C, bg * S + n * C
     middle = n * C + HALF
     w += g * K
-    beta += b * T * groups + g
-    beta1_H = tl.load(beta + t1_H * groups, t1_H < T, 0.0)
-    beta2_H = tl.load(beta + t2_H * groups, t2_H < T, 0.0)
+    beta += b * T * G + g
+    beta1_H = tl.load(beta + t1_H * G, t1_H < T, 0.0)
+    beta2_H = tl.load(beta + t2_H * G, t2_H < T, 0.0)
     tl.store(beta_own + own + row_H, beta1_H)
     tl.store(beta_own + own + HALF + row_H, beta2_H)
     start1_H, start2_H = 0 * t1_H, 0 * t2_H
     if DOCUMENTS:
         start1_H, start2_H = tl.load(start_S + t1_H), tl.load(start_S + t2_H)
-    w1_HK = tl.load(tile(w, first, groups * K, row_H, key_K), (t1_H < T)[:, None], 0.0).to(FINE)
+    w1_HK = tl.load(tile(w, first, G * K, row_H, key_K), (t1_H < T)[:, None], 0.0).to(FINE)
     tl.store(tile(w_fine, own, K, row_H, key_K), w1_HK)
-    w2_tile = tile(w, first + HALF, groups * K, row_H, key_K)
+    w2_tile = tile(w, first + HALF, G * K, row_H, key_K)
     w2_HK = tl.load(w2_tile, (t2_H < T)[:, None], 0.0).to(FINE)
     tl.store(tile(w_fine, own + HALF, K, row_H, key_K), w2_HK)
     tl.store(tile(L + HALF, own, C, row_H, row_H), tl.zeros([HALF, HALF], FINE))
