@@ -311,8 +311,10 @@ def attend_backward(
     if carried is not None and gradients is not None:
         versions = [carried.maps, carried.span_maps, gradients.q_carried]
         versions += [gradients.q_near, gradients.q_far, gradients.logits]
-    query_kernel[piece.grid(found.q.shape[2])](
-        *operands, *of_rows, *versions, rows_BHS, *sizes, **options
+    rows = min(plan.query_rows, piece.layout.tile)
+    tiles, heads = piece.grid(found.q.shape[2])
+    query_kernel[tiles * (piece.layout.tile // rows), heads](
+        *operands, *of_rows, *versions, rows_BHS, *sizes, ROWS=rows, **options
     )
     if piece.factors is not None:
         assert carried is not None
