@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from mixtron.kernels.launching import Launched
 from mixtron.kernels.path_attention.triton_maps import (
     map_gradient_kernel,
     pairs_before,
@@ -26,6 +27,18 @@ from mixtron.kernels.path_attention.triton_tile_gradients import (
 )
 from mixtron.kernels.path_attention.triton_tiles import inverse_kernel, map_kernel, solve_kernel
 from mixtron.kernels.triton_tools import INTERPRETED
+
+launch_inverse = Launched(inverse_kernel)
+launch_solve = Launched(solve_kernel)
+launch_map = Launched(map_kernel)
+launch_span = Launched(span_kernel)
+launch_version = Launched(version_kernel)
+launch_query_gradient = Launched(query_gradient_kernel)
+launch_map_gradient = Launched(map_gradient_kernel)
+launch_span_gradient = Launched(span_gradient_kernel)
+launch_key_gradient = Launched(key_gradient_kernel)
+launch_inverse_gradient = Launched(inverse_gradient_kernel)
+launch_row_gradient = Launched(row_gradient_kernel)
 
 
 @dataclass(frozen=True)
@@ -139,7 +152,8 @@ def factors_of(w_BTGK: Tensor, beta_BTG: Tensor, layout: Layout) -> Factors:
     fine = w_BTGK.dtype if INTERPRETED else torch.float16
     w, L = (w_BTGK.new_empty(B, G, S, width, dtype=fine) for width in (K, C))
     beta = beta_BTG.new_empty(B, G, S)
-    inverse_kernel[(S // C, B * G)](
+    launch_inverse(
+        (S // C, B * G),
         w_BTGK, beta_BTG, layout.start_S, w, beta, L, T, S, G,
         K=K, C=C, FINE=FINE, DOCUMENTS=layout.start_S is not None,
         num_warps=SHARES["inverse"].warps, num_stages=1,
@@ -177,18 +191,21 @@ def carry(
     documents = {"DOCUMENTS": start_S is not None}
     of_keys = T, S, layout.heads // (H // G), G
     parts, shares = _shares("solve", C)
-    solve_kernel[(parts * N, B * G)](
+    launch_solve(
+        (parts * N, B * G),
         k_BTGK, w, beta, start_S, L, x.XT, x.k, k_exact, *of_keys,
         **shares, **documents, **options,
     )  # fmt: skip
     parts, shares = _shares("map", K, "COLUMNS")
-    map_kernel[(parts * N, B * G)](w, beta, L, x.Y, x.maps, S, **shares, **options)
+    launch_map((parts * N, B * G), w, beta, L, x.Y, x.maps, S, **shares, **options)
     parts, shares = _shares("span", K)
-    span_kernel[(parts * spans, B * G)](
+    launch_span(
+        (parts * spans, B * G),
         x.maps, k_exact, x.to_end, x.span_maps, x.k_far, S, span, **shares, **options
-    )
+    )  # fmt: skip
     parts, shares = _shares("version", C)
-    version_kernel[(parts * N, B * H)](
+    launch_version(
+        (parts * N, B * H),
         q_BTHK, k_BTGK, w, beta, start_S, x.XT, x.Y, x.maps, x.span_maps, x.logits, x.q_near,
         x.q_far, scale, T, S, layout.heads, H, span, lags,
         R=H // G, STAGES=2, **shares, **documents, **options,
@@ -227,21 +244,25 @@ def carry_gradients(
     of_queries = T, S, layout.heads, H
     M, dM = torch.empty_like(d.logits), torch.empty_like(d.logits)
     parts, shares = _shares("query gradient", C)
-    query_gradient_kernel[(parts * N, B * H)](
+    launch_query_gradient(
+        (parts * N, B * H),
         q_BTHK, k_BTGK, w, beta, start_S, x.XT, x.Y, d.logits, d.q_carried, dq, M, dM,
         scale, *of_queries, LOW=LOW, **shares, **options,
     )  # fmt: skip
     dspan_maps = torch.empty_like(x.span_maps, dtype=dq.dtype)
     dmaps, dproducts = (torch.empty_like(x.maps, dtype=dq.dtype) for _ in range(2))
     gathering = options | {"LOW": LOW, "STAGES": 3, "num_warps": SHARES["map gradient"].warps}
-    map_gradient_kernel[(spans, B * G)](
+    launch_map_gradient(
+        (spans, B * G),
         layout.end_S, x.q_far, d.q_far, None, None, dspan_maps, H, spans, span, lags, **gathering
-    )
+    )  # fmt: skip
     parts, shares = _shares("span gradient", K)
-    span_gradient_kernel[(parts * spans, B * G)](
+    launch_span_gradient(
+        (parts * spans, B * G),
         x.maps, x.k, d.k_far, dspan_maps, dproducts, S, span, LOW=LOW, **shares, **sizes
-    )
-    map_gradient_kernel[(N, B * G)](
+    )  # fmt: skip
+    launch_map_gradient(
+        (N, B * G),
         layout.end_S, x.q_near, d.q_near, x.to_end, dproducts, dmaps, H, span, 1, span - 1,
         **gathering,
     )  # fmt: skip
@@ -249,16 +270,19 @@ def carry_gradients(
     V = torch.empty_like(x.k)
     parts, shares = _shares("key gradient", C)
     dbeta_parts = beta.new_empty(parts + 1, *beta.shape)
-    key_gradient_kernel[(parts * N, B * G)](
+    launch_key_gradient(
+        (parts * N, B * G),
         q_BTHK, w, beta, start_S, L, x.XT, M, d.logits, d.k, ZT, dk, dbeta_parts,
         scale, *of_queries, LOW=LOW, **shares, **options,
     )  # fmt: skip
-    inverse_gradient_kernel[(N, B * G)](
+    launch_inverse_gradient(
+        (N, B * G),
         w, beta, start_S, L, x.XT, x.Y, M, d.q_carried, dmaps, ZT, V, dA, dbeta_parts[parts],
         *of_queries, LOW=LOW, num_warps=SHARES["inverse gradient"].warps, **options,
     )  # fmt: skip
     parts, shares = _shares("row gradient", C)
-    row_gradient_kernel[(parts * N, B * G)](
+    launch_row_gradient(
+        (parts * N, B * G),
         q_BTHK, k_BTGK, w, beta, start_S, x.XT, x.Y, dM, d.k, dmaps, ZT, V, dA, dbeta_parts,
         dw, dbeta, *of_queries, PARTS=dbeta_parts.shape[0], LOW=LOW, **shares, **options,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mixtron.kernels.launching import Launched
 from mixtron.kernels.path_attention.triton_backward import delta_kernel, key_kernel, query_kernel
 from mixtron.kernels.path_attention.triton_carry import (
     Carried,
@@ -34,6 +35,9 @@ from mixtron.kernels.triton_tools import INTERPRETED, check_takes, product_dtype
 WORKSPACE_BYTES = 2**30
 """Of what is in memory at once beyond inputs and results; heads are taken in pieces that fit."""
 LOG2_E = 1.4426950408889634
+DELTA_WARPS = 4
+launch_forward, launch_delta = Launched(forward_kernel), Launched(delta_kernel)
+launch_keys, launch_queries = Launched(key_kernel), Launched(query_kernel)
 
 
 def path_attention_triton(
@@ -103,8 +107,10 @@ class _Attention(torch.autograd.Function):
         layout = inputs.layout(factors is not None, cu_seqlens, max_seqlen)
         delta_BHS = _rows(inputs.q, layout)
         (B, T, H, _), V = inputs.q.shape, do_BTHV.shape[3]
-        delta_kernel[(layout.S // layout.tile, B * H)](
-            o_BTHV, do_BTHV, delta_BHS, T, layout.S, H=H, V=V, C=layout.tile
+        grid = layout.S // layout.tile, B * H
+        sizes = T, layout.S, H
+        launch_delta(
+            grid, o_BTHV, do_BTHV, delta_BHS, *sizes, V=V, C=layout.tile, num_warps=DELTA_WARPS
         )
         gates, gradients, ds = inputs.gates(layout), Gradients.empty(inputs, factors), None
         if gates is not None:
@@ -273,7 +279,7 @@ def attend(piece: Piece, o_BTHV: Tensor, lse_BHS: Tensor) -> None:
     """Writes the output and the log-sum-exps of a piece."""
     operands, sizes, options = piece.arguments(launch_plan(o_BTHV.device).forward)
     grid = piece.grid(o_BTHV.shape[2])
-    forward_kernel[grid](*operands, o_BTHV, lse_BHS, *sizes, **options)
+    launch_forward(grid, *operands, o_BTHV, lse_BHS, *sizes, **options)
 
 
 def attend_backward(
@@ -294,7 +300,8 @@ def attend_backward(
 
     operands, sizes, options = piece.arguments(plan.keys)
     dk, dk_far = (found.k, None) if gradients is None else (gradients.k, gradients.k_far)
-    key_kernel[piece.grid(found.k.shape[2])](
+    launch_keys(
+        piece.grid(found.k.shape[2]),
         *operands,
         piece.layout.end_S,
         None if carried is None else carried.to_end,
@@ -313,9 +320,8 @@ def attend_backward(
         versions += [gradients.q_near, gradients.q_far, gradients.logits]
     rows = min(plan.query_rows, piece.layout.tile)
     tiles, heads = piece.grid(found.q.shape[2])
-    query_kernel[tiles * (piece.layout.tile // rows), heads](
-        *operands, *of_rows, *versions, rows_BHS, *sizes, ROWS=rows, **options
-    )
+    grid = tiles * (piece.layout.tile // rows), heads
+    launch_queries(grid, *operands, *of_rows, *versions, rows_BHS, *sizes, ROWS=rows, **options)
     if piece.factors is not None:
         assert carried is not None
         assert gradients is not None
