@@ -22,8 +22,12 @@ from mixtron.kernels.triton_tools import tile
 
 
 @triton.jit(do_not_specialize=("T", "H"))
-def delta_kernel(o_BTHV, do_BTHV, delta_BHS, T, S, H, V: tl.constexpr, C: tl.constexpr):
-    """rowsum(do o) of a tile of rows of one head."""
+def delta_kernel(
+    o_BTHV, do_BTHV, lse_BHS, until_BHS, delta_BHS, less_BHS, T, S, H,
+    V: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """rowsum(do o) of a tile of rows of one head; and what is taken from their logits, in units of
+    log 2: the log-sum-exp, less the gates from each row's block's left edge to it."""
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
     row_C = tl.arange(0, C)
@@ -34,6 +38,10 @@ def delta_kernel(o_BTHV, do_BTHV, delta_BHS, T, S, H, V: tl.constexpr, C: tl.con
     o_CV = tl.load(tile(o_BTHV + h * V, first, H * V, row_C, value_V), inside_C1, 0.0)
     do_CV = tl.load(tile(do_BTHV + h * V, first, H * V, row_C, value_V), inside_C1, 0.0)
     tl.store(delta_BHS + bh * S + t_C, tl.sum(o_CV.to(tl.float32) * do_CV.to(tl.float32), 1))
+    less_C = tl.load(lse_BHS + bh * S + t_C) * LOG2_E
+    if GATE:
+        less_C -= tl.load(until_BHS + bh * S + t_C)
+    tl.store(less_BHS + bh * S + t_C, less_C)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -53,6 +61,7 @@ def key_kernel(
     do_BTHV,
     lse_BHS,
     delta_BHS,
+    less_BHS,
     dk,
     dk_far,
     dv_BTGV,
@@ -108,17 +117,17 @@ def key_kernel(
             h = g * R + r
             bh = b * H + h
             do = do_BTHV + b * T * heads * V + h * V
-            until, total = lse_BHS, lse_BHS
+            total = less_BHS
             after_C = tl.zeros([C], tl.float32)
             between = tl.full([], 0.0, tl.float32)
             if GATE:
                 after_C = tl.load(gates + plane + bh * S + u_C)
-                until, total = gates + 2 * plane + bh * S, totals + bh * (S // BLOCK)
+                total = totals + bh * (S // BLOCK)
                 between = _sum(total, (a + 1) * (C // BLOCK), near_end // BLOCK).to(tl.float32)
             queries = q_far + far_row(bh, (span + 1) * span_tiles, span, S, span_tiles, lags, C) * K
             dk_CK, dv_CV, column_C = _walk_queries(
                 dk_CK, dv_CV, tl.zeros([C], tl.float32), between, k_CK, v_CV, after_C, u_C, queries,
-                do, lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, own_end, near_end,
+                do, less_BHS + bh * S, delta_BHS + bh * S, total, start_S, own_end, near_end,
                 tl.minimum(near_end + lags * span_tiles * C, end), T, 1.0 * LOG2_E,
                 K, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
@@ -138,13 +147,13 @@ def key_kernel(
         h = g * R + r
         bh = b * H + h
         do = do_BTHV + b * T * heads * V + h * V
-        until, total = lse_BHS, lse_BHS
+        total = less_BHS
         after_C = tl.zeros([C], tl.float32)
         own_C = tl.zeros([C], tl.float32)
         if GATE:
             own_C = tl.load(gates + bh * S + u_C)
             after_C = tl.load(gates + plane + bh * S + u_C)
-            until, total = gates + 2 * plane + bh * S, totals + bh * (S // BLOCK)
+            total = totals + bh * (S // BLOCK)
         column_C = tl.zeros([C], tl.float32)
         for i in range(C // BLOCK):
             first = (a * C + i * BLOCK).to(tl.int64)
@@ -179,7 +188,7 @@ def key_kernel(
             queries = q + h * K + (b * T + lo) * heads * K
         dk_CK, dv_CV, column_C = _walk_queries(
             dk_CK, dv_CV, column_C, tl.full([], 0.0, tl.float32), k_CK, v_CV, after_C, u_C, queries,
-            do, lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, own_end, lo,
+            do, less_BHS + bh * S, delta_BHS + bh * S, total, start_S, own_end, lo,
             tl.minimum(near_end, end), T, 1.0 * LOG2_E if MAPS else scale,
             q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
         )  # fmt: skip
@@ -208,9 +217,8 @@ def _walk_queries(
     u_C,
     q,
     do,
-    lse,
+    less,
     delta,
-    until,
     total,
     start_S,
     own_end,
@@ -245,9 +253,9 @@ def _walk_queries(
             if first + BLOCK > own_end:
                 seen_CB = u_C[:, None] >= tl.load(start_S + t_B)[None, :]
                 s_CB = tl.where(seen_CB, s_CB, float("-inf"))
-        less_B = tl.load(lse + t_B) * LOG2_E
+        less_B = tl.load(less + t_B)
         if GATE:
-            less_B -= tl.load(until + t_B) + between
+            less_B -= between
             between += tl.load(total + first // BLOCK)
         p_CB = tl.exp2(s_CB - less_B[None, :])
         dv_CV = tl.dot(p_CB.to(PRODUCT), do_BV, dv_CV)

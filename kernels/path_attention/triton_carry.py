@@ -60,7 +60,7 @@ SHARES = {
     "map gradient": Share(rows=128, warps=8),
     "span gradient": Share(rows=64, warps=4),
     "key gradient": Share(rows=64, warps=4),
-    "inverse gradient": Share(rows=128, warps=8),
+    "inverse gradient": Share(rows=128, warps=4),
     "row gradient": Share(rows=64, warps=4),
 }
 FINE, LOW = (tl.float32, tl.float32) if INTERPRETED else (tl.float16, tl.bfloat16)

@@ -105,22 +105,24 @@ class _Attention(torch.autograd.Function):
         inputs, do_BTHV = Inputs(*saved).contiguous(), do_BTHV.contiguous()
         factors = None if w is None else Factors(w, beta, L)
         layout = inputs.layout(factors is not None, cu_seqlens, max_seqlen)
-        delta_BHS = _rows(inputs.q, layout)
-        (B, T, H, _), V = inputs.q.shape, do_BTHV.shape[3]
-        grid = layout.S // layout.tile, B * H
-        sizes = T, layout.S, H
-        launch_delta(
-            grid, o_BTHV, do_BTHV, delta_BHS, *sizes, V=V, C=layout.tile, num_warps=DELTA_WARPS
-        )
+        delta_BHS, less_BHS = _rows(inputs.q, layout), _rows(inputs.q, layout)
         gates, gradients, ds = inputs.gates(layout), Gradients.empty(inputs, factors), None
+        until_BHS = None if gates is None else gates.tokens_4BHS[2]
+        (B, T, H, _), V = inputs.q.shape, do_BTHV.shape[3]
+        launch_delta(
+            (layout.S // layout.tile, B * H),
+            o_BTHV, do_BTHV, lse_BHS, until_BHS, delta_BHS, less_BHS, T, layout.S, H,
+            V=V, C=layout.tile, GATE=gates is not None, num_warps=DELTA_WARPS,
+        )  # fmt: skip
         if gates is not None:
             columns_2BHS = lse_BHS.new_empty(1 if factors is None else 2, *lse_BHS.shape)
             ds = torch.empty_like(lse_BHS), columns_2BHS
         for rows, groups in pieces(inputs, layout, factors):
             heads = inputs.heads_of(groups)
-            of_rows = do_BTHV[rows, :, heads], lse_BHS[rows, heads], delta_BHS[rows, heads]
+            of_rows = (x[rows, heads] for x in (lse_BHS, delta_BHS, less_BHS))
             own = None if ds is None else (ds[0][rows, heads], ds[1][:, rows, heads])
             piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale)
+            of_rows = do_BTHV[rows, :, heads], *of_rows
             attend_backward(piece, *of_rows, gradients.part(inputs, rows, groups), own)
         if inputs.log_forget is not None and ds is not None:
             ds_BHS = ds[0] - ds[1].sum(0)
@@ -287,6 +289,7 @@ def attend_backward(
     do_BTHV: Tensor,
     lse_BHS: Tensor,
     delta_BHS: Tensor,
+    less_BHS: Tensor,
     found: Gradients,
     ds: tuple[Tensor, Tensor] | None,
 ) -> None:
@@ -306,6 +309,7 @@ def attend_backward(
         piece.layout.end_S,
         None if carried is None else carried.to_end,
         *of_rows,
+        less_BHS,
         dk,
         dk_far,
         found.v,
