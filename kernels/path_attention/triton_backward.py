@@ -1,12 +1,12 @@
-"""Attention's backward on a GPU, without atomics: one kernel owns tiles of keys and walks over
-queries, the other owns tiles of queries and walks over keys. Tiles, spans and versions of queries
-are those of triton_forward.py.
+"""Attention's backward on a GPU, without atomics: a kernel that owns tiles of keys and walks over
+queries, and one that owns tiles of queries and walks over keys (triton_query_backward.py). Tiles,
+spans and versions of queries are those of triton_forward.py.
 
     p = exp(logit - lse),   ds = p (do . v - delta),   delta = rowsum(do o)
     dv = p^T do,   dk = ds^T q,   dq = ds k
 
 The gate's gradient is left as the sums of ds over rows and over columns: both kernels compute the
-same ds, so their running difference is what lies across a token (triton_op.py).
+same ds, so their running difference is what lies across a token (triton_gates.py).
 """
 
 # tl.range is for Triton's compiler alone.
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from mixtron.kernels.path_attention.triton_forward import LOG2_E, VARYING
-from mixtron.kernels.path_attention.triton_maps import far_row, near_row, reach
+from mixtron.kernels.path_attention.triton_maps import far_row, near_row
 from mixtron.kernels.path_attention.triton_tiles import longest_first
 from mixtron.kernels.triton_tools import tile
 
@@ -123,7 +123,7 @@ def key_kernel(
             if GATE:
                 after_C = tl.load(gates + plane + bh * S + u_C)
                 total = totals + bh * (S // BLOCK)
-                between = _sum(total, (a + 1) * (C // BLOCK), near_end // BLOCK).to(tl.float32)
+                between = block_sum(total, (a + 1) * (C // BLOCK), near_end // BLOCK).to(tl.float32)
             queries = q_far + far_row(bh, (span + 1) * span_tiles, span, S, span_tiles, lags, C) * K
             dk_CK, dv_CV, column_C = _walk_queries(
                 dk_CK, dv_CV, tl.zeros([C], tl.float32), between, k_CK, v_CV, after_C, u_C, queries,
@@ -266,221 +266,8 @@ def _walk_queries(
     return dk_CK, dv_CV, column_C
 
 
-@triton.jit(do_not_specialize=VARYING)
-def query_kernel(
-    q,
-    q_near,
-    q_far,
-    k,
-    k_far,
-    v_BTGV,
-    logits,
-    gates,
-    totals,
-    start_S,
-    do_BTHV,
-    lse_BHS,
-    delta_BHS,
-    maps,
-    span_maps,
-    dq,
-    dq_near,
-    dq_far,
-    dlogits,
-    rows_BHS,
-    scale,
-    T,
-    S,
-    span_tiles,
-    lags,
-    plane,
-    heads,
-    H,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MAPS: tl.constexpr,
-    GATE: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Rows of a tile of C queries of one head: their gradient, and with a gate the sums of ds.
-
-    With maps the gradient of the tile's queries at its left edge, that of the logits inside the
-    tile, and in place of each version's own gradient what its map is multiplied by for it:
-    v_b = v_{b+1} P_{b+1}, so that dv_{b+1} = own + dv_b P_{b+1}^T. Hence the way from the farthest
-    keys to the nearest.
-    """
-    turn, bh = longest_first()
-    parts: tl.constexpr = C // ROWS
-    a = tl.num_programs(0) // parts - 1 - turn // parts
-    b, h = bh // H, bh % H
-    g, G, groups = h // R, H // R, heads // R
-    row_R = turn % parts * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    key_K = tl.arange(0, K)
-    value_V = tl.arange(0, V)
-    t_R = a * C + row_R
-    inside_R1 = (t_R < T)[:, None]
-    v = v_BTGV + b * T * groups * V + g * V
-    start_R = t_R * 0
-    if DOCUMENTS:
-        start_R = tl.load(start_S + t_R)
-    do_tile = tile(do_BTHV + h * V, b * T + a * C, heads * V, row_R, value_V)
-    do_RV = tl.load(do_tile, inside_R1, 0.0).to(PRODUCT)
-    lse_R = tl.load(lse_BHS + bh * S + t_R) * LOG2_E
-    if GATE:
-        # In all of a query's logits are the gates from its tile's left edge to it.
-        lse_R -= tl.load(gates + bh * S + t_R)
-    delta_R = tl.load(delta_BHS + bh * S + t_R)
-    if MAPS:
-        keys = k + (b * G + g) * S * K
-        k_row = K
-        q_RK = tl.zeros([ROWS, K], PRODUCT)
-    else:
-        keys = k + b * T * groups * K + g * K
-        k_row = groups * K
-        q_tile = tile(q + h * K, b * T + a * C, heads * K, row_R, key_K)
-        q_RK = tl.load(q_tile, inside_R1, 0.0).to(PRODUCT)
-    dq_RK = tl.zeros([ROWS, K], tl.float32)
-    sum_R = tl.zeros([ROWS], tl.float32)
-    for i in range(C // BLOCK):
-        first = (a * C + i * BLOCK).to(tl.int64)
-        u_B = first + column
-        within_B1 = (u_B < T)[:, None]
-        v_BV = tl.load(tile(v, first, groups * V, column, value_V), within_B1, 0.0).to(PRODUCT)
-        if MAPS:
-            pair = tile(logits + i * BLOCK, bh * S + a * C, C, row_R, column)
-            s_RB = tl.load(pair).to(tl.float32) * LOG2_E
-        else:
-            k_BK = tl.load(tile(keys, first, k_row, column, key_K), within_B1, 0.0).to(PRODUCT)
-            s_RB = tl.dot(q_RK, tl.trans(k_BK)) * scale
-        if GATE:
-            s_RB -= tl.load(gates + bh * S + u_B)[None, :]
-        seen_RB = (u_B[None, :] <= t_R[:, None]) & (u_B[None, :] >= start_R[:, None])
-        p_RB = tl.exp2(tl.where(seen_RB, s_RB, float("-inf")) - lse_R[:, None])
-        ds_RB = p_RB * (tl.dot(do_RV, tl.trans(v_BV)) - delta_R[:, None])
-        sum_R += tl.sum(ds_RB, 1)
-        if MAPS:
-            pair = tile(dlogits + i * BLOCK, bh * S + a * C, C, row_R, column)
-            tl.store(pair, ds_RB.to(dlogits.dtype.element_ty))
-        else:
-            dq_RK = tl.dot(ds_RB.to(PRODUCT), k_BK, dq_RK)
-
-    after, total = lse_BHS, lse_BHS
-    low = 0 * a
-    if DOCUMENTS:
-        low = tl.load(start_S + a * C) // BLOCK * BLOCK
-    between = tl.full([], 0.0, tl.float64)
-    if GATE:
-        after, total = gates + 3 * plane + bh * S, totals + bh * (S // BLOCK)
-        between = _sum(total, low // BLOCK, a * (C // BLOCK))
-    if MAPS:
-        near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
-        span, t = a // span_tiles, a % span_tiles
-        keys = k_far + (b * G + g) * S * K
-        map_row = ((b * G + g) * (S // (span_tiles * C)) + span - far) * K
-        for i in range(far):
-            own = far_row(bh, a, span - far + i, S, span_tiles, lags, C)
-            q_RK = tl.load(tile(q_far, own, K, row_R, key_K)).to(PRODUCT)
-            tl.store(tile(dq_far, own, K, row_R, key_K), dq_RK.to(dq_far.dtype.element_ty))
-            map_KK = tl.load(tile(span_maps, map_row + i * K, K, key_K, key_K)).to(PRODUCT)
-            dq_RK = tl.dot(dq_RK.to(PRODUCT), tl.trans(map_KK))
-            lo = (span - far + i) * span_tiles * C
-            dq_RK, sum_R, between = _walk_keys(
-                dq_RK, sum_R, between, q_RK, do_RV, lse_R, delta_R, start_R,
-                keys, v, after, total, tl.maximum(lo, low), lo + span_tiles * C, 1.0 * LOG2_E,
-                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-            )  # fmt: skip
-        keys = k + (b * G + g) * S * K
-        map_row = ((b * G + g) * (S // C) + a - near) * K
-        for i in range(near):
-            own = near_row(bh, a, t - near + i, S, span_tiles, C)
-            q_RK = tl.load(tile(q_near, own, K, row_R, key_K)).to(PRODUCT)
-            tl.store(tile(dq_near, own, K, row_R, key_K), dq_RK.to(dq_near.dtype.element_ty))
-            map_KK = tl.load(tile(maps, map_row + i * K, K, key_K, key_K)).to(PRODUCT)
-            dq_RK = tl.dot(dq_RK.to(PRODUCT), tl.trans(map_KK))
-            lo = (a - near + i) * C
-            dq_RK, sum_R, between = _walk_keys(
-                dq_RK, sum_R, between, q_RK, do_RV, lse_R, delta_R, start_R,
-                keys, v, after, total, tl.maximum(lo, low), lo + C, 1.0 * LOG2_E,
-                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-            )  # fmt: skip
-        tl.store(tile(dq, bh * S + a * C, K, row_R, key_K), dq_RK.to(dq.dtype.element_ty))
-    else:
-        dq_RK, sum_R, between = _walk_keys(
-            dq_RK, sum_R, between, q_RK, do_RV, lse_R, delta_R, start_R,
-            keys, v, after, total, low, a * C, scale,
-            k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-        )  # fmt: skip
-        dq_tile = tile(dq + h * K, b * T + a * C, heads * K, row_R, key_K)
-        tl.store(dq_tile, (dq_RK * (scale / LOG2_E)).to(dq.dtype.element_ty), inside_R1)
-    if GATE:
-        tl.store(rows_BHS + bh * S + t_R, sum_R)
-
-
 @triton.jit
-def _walk_keys(
-    dq_RK,
-    sum_R,
-    between,
-    q_RK,
-    do_RV,
-    lse_R,
-    delta_R,
-    start_R,
-    k,
-    v,
-    after,
-    total,
-    lo,
-    hi,
-    scale,
-    k_row,
-    v_row,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GATE: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """The key blocks lo .. hi, all before the queries, from the first to the last.
-
-    `between` is the sum of the gates from block lo's left edge to the query tile's left edge. What
-    is taken from it on the way is exact to fp64's precision.
-    """
-    column = tl.arange(0, BLOCK)
-    key_K = tl.arange(0, K)
-    value_V = tl.arange(0, V)
-    # Only before it are keys of other documents.
-    latest = tl.max(start_R, 0)
-    for i in tl.range(0, (hi - lo) // BLOCK, num_stages=STAGES):
-        first = (lo + i * BLOCK).to(tl.int64)
-        k_BK = tl.load(tile(k, first, k_row, column, key_K)).to(PRODUCT)
-        v_BV = tl.load(tile(v, first, v_row, column, value_V)).to(PRODUCT)
-        s_RB = tl.dot(q_RK, tl.trans(k_BK)) * scale
-        if GATE:
-            between -= tl.load(total + first // BLOCK).to(tl.float64)
-            s_RB += (tl.load(after + first + column) + between.to(tl.float32))[None, :]
-        if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
-            if first < latest:
-                s_RB = tl.where((first + column)[None, :] >= start_R[:, None], s_RB, float("-inf"))
-        p_RB = tl.exp2(s_RB - lse_R[:, None])
-        ds_RB = p_RB * (tl.dot(do_RV, tl.trans(v_BV)) - delta_R[:, None])
-        if GATE:
-            sum_R += tl.sum(ds_RB, 1)
-        dq_RK = tl.dot(ds_RB.to(PRODUCT), k_BK, dq_RK)
-    return dq_RK, sum_R, between
-
-
-@triton.jit
-def _sum(x, first, end):
+def block_sum(x, first, end):
     """x[first .. end] in fp64."""
     lane = tl.arange(0, 256)
     sum_x = tl.zeros([256], tl.float64)

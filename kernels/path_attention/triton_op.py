@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mixtron.kernels.launching import Launched
-from mixtron.kernels.path_attention.triton_backward import delta_kernel, key_kernel, query_kernel
+from mixtron.kernels.path_attention.triton_backward import delta_kernel, key_kernel
 from mixtron.kernels.path_attention.triton_carry import (
     Carried,
     CarriedGradients,
@@ -30,6 +30,7 @@ from mixtron.kernels.path_attention.triton_plan import (
     launch_plan,
     layout_of,
 )
+from mixtron.kernels.path_attention.triton_query_backward import query_kernel
 from mixtron.kernels.triton_tools import INTERPRETED, check_takes, product_dtype
 
 WORKSPACE_BYTES = 2**30
