@@ -323,10 +323,8 @@ def attend_backward(
     if carried is not None and gradients is not None:
         versions = [carried.maps, carried.span_maps, gradients.q_carried]
         versions += [gradients.q_near, gradients.q_far, gradients.logits]
-    rows = min(plan.query_rows, piece.layout.tile)
-    tiles, heads = piece.grid(found.q.shape[2])
-    grid = tiles * (piece.layout.tile // rows), heads
-    launch_queries(grid, *operands, *of_rows, *versions, rows_BHS, *sizes, ROWS=rows, **options)
+    grid = piece.grid(found.q.shape[2])
+    launch_queries(grid, *operands, *of_rows, *versions, rows_BHS, *sizes, **options)
     if piece.factors is not None:
         assert carried is not None
         assert gradients is not None

@@ -25,8 +25,6 @@ class Plan:
     forward: Launch
     keys: Launch
     queries: Launch
-    query_rows: int = 128
-    """Of a tile, those that one program of the backward over queries owns."""
 
 
 SHARED_MEMORY_BYTES = 224 * 2**10

@@ -47,7 +47,6 @@ def query_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     MAPS: tl.constexpr,
     GATE: tl.constexpr,
@@ -55,7 +54,7 @@ def query_kernel(
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Rows of a tile of C queries of one head: their gradient, and with a gate the sums of ds.
+    """A tile of C queries of one head: their gradient, and with a gate the sums of ds.
 
     With maps the gradient of the tile's queries at its left edge, that of the logits inside the
     tile, and in place of each version's own gradient what its map is multiplied by for it:
@@ -63,60 +62,59 @@ def query_kernel(
     keys to the nearest.
     """
     turn, bh = longest_first()
-    parts: tl.constexpr = C // ROWS
-    a = tl.num_programs(0) // parts - 1 - turn // parts
+    a = tl.num_programs(0) - 1 - turn
     b, h = bh // H, bh % H
     g, G, groups = h // R, H // R, heads // R
-    row_R = turn % parts * ROWS + tl.arange(0, ROWS)
+    row_C = tl.arange(0, C)
     column = tl.arange(0, BLOCK)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, V)
-    t_R = a * C + row_R
-    inside_R1 = (t_R < T)[:, None]
+    t_C = a * C + row_C
+    inside_C1 = (t_C < T)[:, None]
     v = v_BTGV + b * T * groups * V + g * V
-    start_R = t_R * 0
+    start_C = t_C * 0
     if DOCUMENTS:
-        start_R = tl.load(start_S + t_R)
-    do_tile = tile(do_BTHV + h * V, b * T + a * C, heads * V, row_R, value_V)
-    do_RV = tl.load(do_tile, inside_R1, 0.0).to(PRODUCT)
-    lse_R = tl.load(lse_BHS + bh * S + t_R) * LOG2_E
+        start_C = tl.load(start_S + t_C)
+    do_tile = tile(do_BTHV + h * V, b * T + a * C, heads * V, row_C, value_V)
+    do_CV = tl.load(do_tile, inside_C1, 0.0).to(PRODUCT)
+    lse_C = tl.load(lse_BHS + bh * S + t_C) * LOG2_E
     if GATE:
         # In all of a query's logits are the gates from its tile's left edge to it.
-        lse_R -= tl.load(gates + bh * S + t_R)
-    delta_R = tl.load(delta_BHS + bh * S + t_R)
+        lse_C -= tl.load(gates + bh * S + t_C)
+    delta_C = tl.load(delta_BHS + bh * S + t_C)
     if MAPS:
         keys = k + (b * G + g) * S * K
         k_row = K
-        q_RK = tl.zeros([ROWS, K], PRODUCT)
+        q_CK = tl.zeros([C, K], PRODUCT)
     else:
         keys = k + b * T * groups * K + g * K
         k_row = groups * K
-        q_tile = tile(q + h * K, b * T + a * C, heads * K, row_R, key_K)
-        q_RK = tl.load(q_tile, inside_R1, 0.0).to(PRODUCT)
-    dq_RK = tl.zeros([ROWS, K], tl.float32)
-    sum_R = tl.zeros([ROWS], tl.float32)
+        q_tile = tile(q + h * K, b * T + a * C, heads * K, row_C, key_K)
+        q_CK = tl.load(q_tile, inside_C1, 0.0).to(PRODUCT)
+    dq_CK = tl.zeros([C, K], tl.float32)
+    sum_C = tl.zeros([C], tl.float32)
     for i in range(C // BLOCK):
         first = (a * C + i * BLOCK).to(tl.int64)
         u_B = first + column
         within_B1 = (u_B < T)[:, None]
         v_BV = tl.load(tile(v, first, groups * V, column, value_V), within_B1, 0.0).to(PRODUCT)
         if MAPS:
-            pair = tile(logits + i * BLOCK, bh * S + a * C, C, row_R, column)
-            s_RB = tl.load(pair).to(tl.float32) * LOG2_E
+            pair = tile(logits + i * BLOCK, bh * S + a * C, C, row_C, column)
+            s_CB = tl.load(pair).to(tl.float32) * LOG2_E
         else:
             k_BK = tl.load(tile(keys, first, k_row, column, key_K), within_B1, 0.0).to(PRODUCT)
-            s_RB = tl.dot(q_RK, tl.trans(k_BK)) * scale
+            s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
         if GATE:
-            s_RB -= tl.load(gates + bh * S + u_B)[None, :]
-        seen_RB = (u_B[None, :] <= t_R[:, None]) & (u_B[None, :] >= start_R[:, None])
-        p_RB = tl.exp2(tl.where(seen_RB, s_RB, float("-inf")) - lse_R[:, None])
-        ds_RB = p_RB * (tl.dot(do_RV, tl.trans(v_BV)) - delta_R[:, None])
-        sum_R += tl.sum(ds_RB, 1)
+            s_CB -= tl.load(gates + bh * S + u_B)[None, :]
+        seen_CB = (u_B[None, :] <= t_C[:, None]) & (u_B[None, :] >= start_C[:, None])
+        p_CB = tl.exp2(tl.where(seen_CB, s_CB, float("-inf")) - lse_C[:, None])
+        ds_CB = p_CB * (tl.dot(do_CV, tl.trans(v_BV)) - delta_C[:, None])
+        sum_C += tl.sum(ds_CB, 1)
         if MAPS:
-            pair = tile(dlogits + i * BLOCK, bh * S + a * C, C, row_R, column)
-            tl.store(pair, ds_RB.to(dlogits.dtype.element_ty))
+            pair = tile(dlogits + i * BLOCK, bh * S + a * C, C, row_C, column)
+            tl.store(pair, ds_CB.to(dlogits.dtype.element_ty))
         else:
-            dq_RK = tl.dot(ds_RB.to(PRODUCT), k_BK, dq_RK)
+            dq_CK = tl.dot(ds_CB.to(PRODUCT), k_BK, dq_CK)
 
     after, total = lse_BHS, lse_BHS
     low = 0 * a
@@ -133,13 +131,13 @@ def query_kernel(
         map_row = ((b * G + g) * (S // (span_tiles * C)) + span - far) * K
         for i in range(far):
             own = far_row(bh, a, span - far + i, S, span_tiles, lags, C)
-            q_RK = tl.load(tile(q_far, own, K, row_R, key_K)).to(PRODUCT)
-            tl.store(tile(dq_far, own, K, row_R, key_K), dq_RK.to(dq_far.dtype.element_ty))
+            q_CK = tl.load(tile(q_far, own, K, row_C, key_K)).to(PRODUCT)
+            tl.store(tile(dq_far, own, K, row_C, key_K), dq_CK.to(dq_far.dtype.element_ty))
             map_KK = tl.load(tile(span_maps, map_row + i * K, K, key_K, key_K)).to(PRODUCT)
-            dq_RK = tl.dot(dq_RK.to(PRODUCT), tl.trans(map_KK))
+            dq_CK = tl.dot(dq_CK.to(PRODUCT), tl.trans(map_KK))
             lo = (span - far + i) * span_tiles * C
-            dq_RK, sum_R, between = _walk_keys(
-                dq_RK, sum_R, between, q_RK, do_RV, lse_R, delta_R, start_R,
+            dq_CK, sum_C, between = _walk_keys(
+                dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, start_C,
                 keys, v, after, total, tl.maximum(lo, low), lo + span_tiles * C, 1.0 * LOG2_E,
                 k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
@@ -147,39 +145,39 @@ def query_kernel(
         map_row = ((b * G + g) * (S // C) + a - near) * K
         for i in range(near):
             own = near_row(bh, a, t - near + i, S, span_tiles, C)
-            q_RK = tl.load(tile(q_near, own, K, row_R, key_K)).to(PRODUCT)
-            tl.store(tile(dq_near, own, K, row_R, key_K), dq_RK.to(dq_near.dtype.element_ty))
+            q_CK = tl.load(tile(q_near, own, K, row_C, key_K)).to(PRODUCT)
+            tl.store(tile(dq_near, own, K, row_C, key_K), dq_CK.to(dq_near.dtype.element_ty))
             map_KK = tl.load(tile(maps, map_row + i * K, K, key_K, key_K)).to(PRODUCT)
-            dq_RK = tl.dot(dq_RK.to(PRODUCT), tl.trans(map_KK))
+            dq_CK = tl.dot(dq_CK.to(PRODUCT), tl.trans(map_KK))
             lo = (a - near + i) * C
-            dq_RK, sum_R, between = _walk_keys(
-                dq_RK, sum_R, between, q_RK, do_RV, lse_R, delta_R, start_R,
+            dq_CK, sum_C, between = _walk_keys(
+                dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, start_C,
                 keys, v, after, total, tl.maximum(lo, low), lo + C, 1.0 * LOG2_E,
                 k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
-        tl.store(tile(dq, bh * S + a * C, K, row_R, key_K), dq_RK.to(dq.dtype.element_ty))
+        tl.store(tile(dq, bh * S + a * C, K, row_C, key_K), dq_CK.to(dq.dtype.element_ty))
     else:
-        dq_RK, sum_R, between = _walk_keys(
-            dq_RK, sum_R, between, q_RK, do_RV, lse_R, delta_R, start_R,
+        dq_CK, sum_C, between = _walk_keys(
+            dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, start_C,
             keys, v, after, total, low, a * C, scale,
             k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
         )  # fmt: skip
-        dq_tile = tile(dq + h * K, b * T + a * C, heads * K, row_R, key_K)
-        tl.store(dq_tile, (dq_RK * (scale / LOG2_E)).to(dq.dtype.element_ty), inside_R1)
+        dq_tile = tile(dq + h * K, b * T + a * C, heads * K, row_C, key_K)
+        tl.store(dq_tile, (dq_CK * (scale / LOG2_E)).to(dq.dtype.element_ty), inside_C1)
     if GATE:
-        tl.store(rows_BHS + bh * S + t_R, sum_R)
+        tl.store(rows_BHS + bh * S + t_C, sum_C)
 
 
 @triton.jit
 def _walk_keys(
-    dq_RK,
-    sum_R,
+    dq_CK,
+    sum_C,
     between,
-    q_RK,
-    do_RV,
-    lse_R,
-    delta_R,
-    start_R,
+    q_CK,
+    do_CV,
+    lse_C,
+    delta_C,
+    start_C,
     k,
     v,
     after,
@@ -206,21 +204,21 @@ def _walk_keys(
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, V)
     # Only before it are keys of other documents.
-    latest = tl.max(start_R, 0)
+    latest = tl.max(start_C, 0)
     for i in tl.range(0, (hi - lo) // BLOCK, num_stages=STAGES):
         first = (lo + i * BLOCK).to(tl.int64)
         k_BK = tl.load(tile(k, first, k_row, column, key_K)).to(PRODUCT)
         v_BV = tl.load(tile(v, first, v_row, column, value_V)).to(PRODUCT)
-        s_RB = tl.dot(q_RK, tl.trans(k_BK)) * scale
+        s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
         if GATE:
             between -= tl.load(total + first // BLOCK).to(tl.float64)
-            s_RB += (tl.load(after + first + column) + between.to(tl.float32))[None, :]
+            s_CB += (tl.load(after + first + column) + between.to(tl.float32))[None, :]
         if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
             if first < latest:
-                s_RB = tl.where((first + column)[None, :] >= start_R[:, None], s_RB, float("-inf"))
-        p_RB = tl.exp2(s_RB - lse_R[:, None])
-        ds_RB = p_RB * (tl.dot(do_RV, tl.trans(v_BV)) - delta_R[:, None])
+                s_CB = tl.where((first + column)[None, :] >= start_C[:, None], s_CB, float("-inf"))
+        p_CB = tl.exp2(s_CB - lse_C[:, None])
+        ds_CB = p_CB * (tl.dot(do_CV, tl.trans(v_BV)) - delta_C[:, None])
         if GATE:
-            sum_R += tl.sum(ds_RB, 1)
-        dq_RK = tl.dot(ds_RB.to(PRODUCT), k_BK, dq_RK)
-    return dq_RK, sum_R, between
+            sum_C += tl.sum(ds_CB, 1)
+        dq_CK = tl.dot(ds_CB.to(PRODUCT), k_BK, dq_CK)
+    return dq_CK, sum_C, between

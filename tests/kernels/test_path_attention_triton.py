@@ -19,7 +19,7 @@ torch.use_deterministic_algorithms(True)
 # Small tiles, so that few tokens make several spans; of their maps' kernels half a program.
 triton_carry.SHARES = {name: triton_carry.Share(16, 4) for name in triton_carry.SHARES}
 small = Launch(warps=4, stages=1)
-triton_op.launch_plan = lambda device: Plan(32, 16, small, small, small, query_rows=16)
+triton_op.launch_plan = lambda device: Plan(32, 16, small, small, small)
 H, K = 2, 16
 
 
