@@ -65,7 +65,7 @@ def key_kernel(
     dk,
     dk_far,
     dv_BTGV,
-    columns_2BHS,
+    columns_3BHS,
     scale,
     T,
     S,
@@ -86,8 +86,8 @@ def key_kernel(
     STAGES: tl.constexpr,
 ):
     """A tile of C keys of one key/value head, over all query heads that read it: the gradients of
-    keys and values, and with a gate the sums of ds over each key's column (with maps in two
-    parts). With maps also dk_far alone, which went to dk over the map to the span's right edge."""
+    keys and values, and with a gate the sums of ds over each key's column (with maps in
+    three parts, of which that inside the tile is the other kernel's). With maps also dk_far alone, which went to dk over the map to the span's right edge."""
     a, bg = longest_first()
     G, groups = H // R, heads // R
     b, g = bg // G, bg % G
@@ -132,7 +132,7 @@ def key_kernel(
                 K, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
             if GATE:
-                tl.store(columns_2BHS + plane + bh * S + u_C, column_C)
+                tl.store(columns_3BHS + plane + bh * S + u_C, column_C)
         dk_tile = tile(dk_far, bg * S + a * C, K, row_C, key_K)
         tl.store(dk_tile, dk_CK.to(dk_far.dtype.element_ty))
         behind_KK = tl.load(tile(to_end, (bg * (S // C) + a) * K, K, key_K, key_K)).to(PRODUCT)
@@ -177,9 +177,9 @@ def key_kernel(
             delta_B = tl.load(delta_BHS + bh * S + t_B)
             p_CB = tl.exp2(s_CB - lse_B[None, :])
             dv_CV = tl.dot(p_CB.to(PRODUCT), do_BV, dv_CV)
-            ds_CB = p_CB * (tl.dot(v_CV, tl.trans(do_BV)) - delta_B[None, :])
-            column_C += tl.sum(ds_CB, 1)
             if not MAPS:
+                ds_CB = p_CB * (tl.dot(v_CV, tl.trans(do_BV)) - delta_B[None, :])
+                column_C += tl.sum(ds_CB, 1)
                 dk_CK = tl.dot(ds_CB.to(PRODUCT), q_BK, dk_CK)
         lo = (a + 1) * C
         if MAPS:
@@ -193,7 +193,7 @@ def key_kernel(
             q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
         )  # fmt: skip
         if GATE:
-            tl.store(columns_2BHS + bh * S + u_C, column_C)
+            tl.store(columns_3BHS + bh * S + u_C, column_C)
 
     if MAPS:
         tl.store(tile(dk, bg * S + a * C, K, row_C, key_K), dk_CK.to(dk.dtype.element_ty))

@@ -116,8 +116,8 @@ class _Attention(torch.autograd.Function):
             V=V, C=layout.tile, GATE=gates is not None, num_warps=DELTA_WARPS,
         )  # fmt: skip
         if gates is not None:
-            columns_2BHS = lse_BHS.new_empty(1 if factors is None else 2, *lse_BHS.shape)
-            ds = torch.empty_like(lse_BHS), columns_2BHS
+            columns_3BHS = lse_BHS.new_empty(1 if factors is None else 3, *lse_BHS.shape)
+            ds = torch.empty_like(lse_BHS), columns_3BHS
         for rows, groups in pieces(inputs, layout, factors):
             heads = inputs.heads_of(groups)
             of_rows = (x[rows, heads] for x in (lse_BHS, delta_BHS, less_BHS))
@@ -295,11 +295,11 @@ def attend_backward(
     ds: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Writes the gradients of a piece's inputs, but the gate's; with a gate the sums of ds over
-    rows [B, H, S], and over columns in one or two parts [1 or 2, B, H, S]."""
+    rows [B, H, S], and over columns in one or three parts [1 or 3, B, H, S]."""
     plan, carried, gradients = launch_plan(do_BTHV.device), piece.carried, None
     if carried is not None:
         gradients = CarriedGradients.empty(carried)
-    rows_BHS, columns_2BHS = (None, None) if ds is None else ds
+    rows_BHS, columns_3BHS = (None, None) if ds is None else ds
     of_rows = do_BTHV, lse_BHS, delta_BHS
 
     operands, sizes, options = piece.arguments(plan.keys)
@@ -314,7 +314,7 @@ def attend_backward(
         dk,
         dk_far,
         found.v,
-        columns_2BHS,
+        columns_3BHS,
         *sizes,
         **options,
     )
@@ -324,7 +324,7 @@ def attend_backward(
         versions = [carried.maps, carried.span_maps, gradients.q_carried]
         versions += [gradients.q_near, gradients.q_far, gradients.logits]
     grid = piece.grid(found.q.shape[2])
-    launch_queries(grid, *operands, *of_rows, *versions, rows_BHS, *sizes, **options)
+    launch_queries(grid, *operands, *of_rows, *versions, rows_BHS, columns_3BHS, *sizes, **options)
     if piece.factors is not None:
         assert carried is not None
         assert gradients is not None

@@ -35,6 +35,7 @@ def query_kernel(
     dq_far,
     dlogits,
     rows_BHS,
+    columns_3BHS,
     scale,
     T,
     S,
@@ -54,10 +55,10 @@ def query_kernel(
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A tile of C queries of one head: their gradient, and with a gate the sums of ds.
+    """A tile of C queries of one head: their gradient, and with a gate the sums of ds over rows.
 
     With maps the gradient of the tile's queries at its left edge, that of the logits inside the
-    tile, and in place of each version's own gradient what its map is multiplied by for it:
+    tile (and with a gate its sums over columns), and in place of each version's own gradient what its map is multiplied by for it:
     v_b = v_{b+1} P_{b+1}, so that dv_{b+1} = own + dv_b P_{b+1}^T. Hence the way from the farthest
     keys to the nearest.
     """
@@ -113,6 +114,8 @@ def query_kernel(
         if MAPS:
             pair = tile(dlogits + i * BLOCK, bh * S + a * C, C, row_C, column)
             tl.store(pair, ds_CB.to(dlogits.dtype.element_ty))
+            if GATE:
+                tl.store(columns_3BHS + 2 * plane + bh * S + u_B, tl.sum(ds_CB, 0))
         else:
             dq_CK = tl.dot(ds_CB.to(PRODUCT), k_BK, dq_CK)
 
