@@ -1,12 +1,12 @@
-"""Attention's backward on a GPU, without atomics: one kernel owns tiles of keys and walks over
-queries, the other owns tiles of queries and walks over keys. Tiles, spans and versions of queries
-are those of triton_forward.py.
+"""Attention's backward on a GPU, without atomics: a kernel that owns tiles of keys and walks over
+queries, and one that owns tiles of queries and walks over keys (triton_query_backward.py). Tiles,
+spans and versions of queries are those of triton_forward.py.
 
     p = exp(logit - lse),   ds = p (do . v - delta),   delta = rowsum(do o)
     dv = p^T do,   dk = ds^T q,   dq = ds k
 
 The gate's gradient is left as the sums of ds over rows and over columns: both kernels compute the
-same ds, so their running difference is what lies across a token (triton_op.py).
+same ds, so their running difference is what lies across a token (triton_gates.py).
 """
 
 # tl.range is for Triton's compiler alone.
@@ -16,13 +16,18 @@ import triton
 import triton.language as tl
 
 from mixtron.kernels.path_attention.triton_forward import LOG2_E, VARYING
-from mixtron.kernels.path_attention.triton_maps import far_row, near_row, reach
+from mixtron.kernels.path_attention.triton_maps import far_row, near_row
+from mixtron.kernels.path_attention.triton_tiles import longest_first
 from mixtron.kernels.triton_tools import tile
 
 
 @triton.jit(do_not_specialize=("T", "H"))
-def delta_kernel(o_BTHV, do_BTHV, delta_BHS, T, S, H, V: tl.constexpr, C: tl.constexpr):
-    """rowsum(do o) of a tile of rows of one head."""
+def delta_kernel(
+    o_BTHV, do_BTHV, lse_BHS, until_BHS, delta_BHS, less_BHS, T, S, H,
+    V: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """rowsum(do o) of a tile of rows of one head; and what is taken from their logits, in units of
+    log 2: the log-sum-exp, less the gates from each row's block's left edge to it."""
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
     row_C = tl.arange(0, C)
@@ -33,6 +38,10 @@ def delta_kernel(o_BTHV, do_BTHV, delta_BHS, T, S, H, V: tl.constexpr, C: tl.con
     o_CV = tl.load(tile(o_BTHV + h * V, first, H * V, row_C, value_V), inside_C1, 0.0)
     do_CV = tl.load(tile(do_BTHV + h * V, first, H * V, row_C, value_V), inside_C1, 0.0)
     tl.store(delta_BHS + bh * S + t_C, tl.sum(o_CV.to(tl.float32) * do_CV.to(tl.float32), 1))
+    less_C = tl.load(lse_BHS + bh * S + t_C) * LOG2_E
+    if GATE:
+        less_C -= tl.load(until_BHS + bh * S + t_C)
+    tl.store(less_BHS + bh * S + t_C, less_C)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -48,13 +57,15 @@ def key_kernel(
     totals,
     start_S,
     end_S,
+    to_end,
     do_BTHV,
     lse_BHS,
     delta_BHS,
+    less_BHS,
     dk,
     dk_far,
     dv_BTGV,
-    columns_2BHS,
+    columns_3BHS,
     scale,
     T,
     S,
@@ -75,10 +86,9 @@ def key_kernel(
     STAGES: tl.constexpr,
 ):
     """A tile of C keys of one key/value head, over all query heads that read it: the gradients of
-    keys and values, and with a gate the sums of ds over each key's column (with maps in two
-    parts)."""
-    a = tl.program_id(0)
-    bg = tl.program_id(1).to(tl.int64)
+    keys and values, and with a gate the sums of ds over each key's column (with maps in
+    three parts, of which that inside the tile is the other kernel's). With maps also dk_far alone, which went to dk over the map to the span's right edge."""
+    a, bg = longest_first()
     G, groups = H // R, heads // R
     b, g = bg // G, bg % G
     row_C = tl.arange(0, C)
@@ -89,31 +99,61 @@ def key_kernel(
     inside_C1 = (u_C < T)[:, None]
     v_tile = tile(v_BTGV + g * V, b * T + a * C, groups * V, row_C, value_V)
     v_CV = tl.load(v_tile, inside_C1, 0.0).to(PRODUCT)
+    end = tl.cdiv(T, BLOCK) * BLOCK
+    # Only from its end on are queries of another document than the first key's.
+    own_end = end
+    if DOCUMENTS:
+        own_end = tl.load(end_S + tl.minimum(a * C, T - 1))
+        end = tl.load(end_S + tl.minimum(a * C + C, T) - 1)
+        end = tl.cdiv(end, BLOCK) * BLOCK
+    dk_CK = tl.zeros([C, K], tl.float32)
+    dv_CV = tl.zeros([C, V], tl.float32)
+    near_end = end
     if MAPS:
-        k_tile = tile(k, bg * S + a * C, K, row_C, key_K)
-        k_CK = tl.load(k_tile).to(PRODUCT)
+        near_end = (a // span_tiles + 1) * span_tiles * C
+        k_CK = tl.load(tile(k_far, bg * S + a * C, K, row_C, key_K)).to(PRODUCT)
+        span = a // span_tiles
+        for r in range(R):
+            h = g * R + r
+            bh = b * H + h
+            do = do_BTHV + b * T * heads * V + h * V
+            total = less_BHS
+            after_C = tl.zeros([C], tl.float32)
+            between = tl.full([], 0.0, tl.float32)
+            if GATE:
+                after_C = tl.load(gates + plane + bh * S + u_C)
+                total = totals + bh * (S // BLOCK)
+                between = block_sum(total, (a + 1) * (C // BLOCK), near_end // BLOCK).to(tl.float32)
+            queries = q_far + far_row(bh, (span + 1) * span_tiles, span, S, span_tiles, lags, C) * K
+            dk_CK, dv_CV, column_C = _walk_queries(
+                dk_CK, dv_CV, tl.zeros([C], tl.float32), between, k_CK, v_CV, after_C, u_C, queries,
+                do, less_BHS + bh * S, delta_BHS + bh * S, total, start_S, own_end, near_end,
+                tl.minimum(near_end + lags * span_tiles * C, end), T, 1.0 * LOG2_E,
+                K, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+            )  # fmt: skip
+            if GATE:
+                tl.store(columns_3BHS + plane + bh * S + u_C, column_C)
+        dk_tile = tile(dk_far, bg * S + a * C, K, row_C, key_K)
+        tl.store(dk_tile, dk_CK.to(dk_far.dtype.element_ty))
+        behind_KK = tl.load(tile(to_end, (bg * (S // C) + a) * K, K, key_K, key_K)).to(PRODUCT)
+        dk_CK = tl.dot(dk_CK.to(PRODUCT), behind_KK)
+        k_CK = tl.load(tile(k, bg * S + a * C, K, row_C, key_K)).to(PRODUCT)
         q_row = K
     else:
         k_tile = tile(k + g * K, b * T + a * C, groups * K, row_C, key_K)
         k_CK = tl.load(k_tile, inside_C1, 0.0).to(PRODUCT)
         q_row = heads * K
-    end = tl.cdiv(T, BLOCK) * BLOCK
-    if DOCUMENTS:
-        end = tl.load(end_S + tl.minimum(a * C + C, T) - 1)
-        end = tl.cdiv(end, BLOCK) * BLOCK
-    dk_CK = tl.zeros([C, K], tl.float32)
-    dv_CV = tl.zeros([C, V], tl.float32)
     for r in range(R):
         h = g * R + r
         bh = b * H + h
         do = do_BTHV + b * T * heads * V + h * V
-        until, total = lse_BHS, lse_BHS
+        total = less_BHS
         after_C = tl.zeros([C], tl.float32)
         own_C = tl.zeros([C], tl.float32)
         if GATE:
             own_C = tl.load(gates + bh * S + u_C)
             after_C = tl.load(gates + plane + bh * S + u_C)
-            until, total = gates + 2 * plane + bh * S, totals + bh * (S // BLOCK)
+            total = totals + bh * (S // BLOCK)
         column_C = tl.zeros([C], tl.float32)
         for i in range(C // BLOCK):
             first = (a * C + i * BLOCK).to(tl.int64)
@@ -137,59 +177,26 @@ def key_kernel(
             delta_B = tl.load(delta_BHS + bh * S + t_B)
             p_CB = tl.exp2(s_CB - lse_B[None, :])
             dv_CV = tl.dot(p_CB.to(PRODUCT), do_BV, dv_CV)
-            ds_CB = p_CB * (tl.dot(v_CV, tl.trans(do_BV)) - delta_B[None, :])
-            column_C += tl.sum(ds_CB, 1)
             if not MAPS:
+                ds_CB = p_CB * (tl.dot(v_CV, tl.trans(do_BV)) - delta_B[None, :])
+                column_C += tl.sum(ds_CB, 1)
                 dk_CK = tl.dot(ds_CB.to(PRODUCT), q_BK, dk_CK)
         lo = (a + 1) * C
-        hi = end
-        between = tl.full([], 0.0, tl.float32)
         if MAPS:
-            u = a % span_tiles
-            queries = q_near + near_row(bh, a + 1, u, S, span_tiles, C) * K
-            hi = tl.minimum((a // span_tiles + 1) * span_tiles * C, end)
+            queries = q_near + near_row(bh, a + 1, a % span_tiles, S, span_tiles, C) * K
         else:
             queries = q + h * K + (b * T + lo) * heads * K
-        dk_CK, dv_CV, column_C, between = _walk_queries(
-            dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, queries, do,
-            lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, lo, hi, T,
-            1.0 * LOG2_E if MAPS else scale,
+        dk_CK, dv_CV, column_C = _walk_queries(
+            dk_CK, dv_CV, column_C, tl.full([], 0.0, tl.float32), k_CK, v_CV, after_C, u_C, queries,
+            do, less_BHS + bh * S, delta_BHS + bh * S, total, start_S, own_end, lo,
+            tl.minimum(near_end, end), T, 1.0 * LOG2_E if MAPS else scale,
             q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
         )  # fmt: skip
         if GATE:
-            tl.store(columns_2BHS + bh * S + u_C, column_C)
+            tl.store(columns_3BHS + bh * S + u_C, column_C)
 
     if MAPS:
-        tl.store(tile(dk, bg * S + a * C, K, row_C, key_K), dk_CK)
-        dk_CK = tl.zeros([C, K], tl.float32)
-        k_CK = tl.load(tile(k_far, bg * S + a * C, K, row_C, key_K)).to(PRODUCT)
-        span = a // span_tiles
-        for r in range(R):
-            h = g * R + r
-            bh = b * H + h
-            do = do_BTHV + b * T * heads * V + h * V
-            until, total = lse_BHS, lse_BHS
-            after_C = tl.zeros([C], tl.float32)
-            between = tl.full([], 0.0, tl.float32)
-            if GATE:
-                after_C = tl.load(gates + plane + bh * S + u_C)
-                until, total = gates + 2 * plane + bh * S, totals + bh * (S // BLOCK)
-                for i in range((a + 1) * (C // BLOCK), (span + 1) * span_tiles * (C // BLOCK)):
-                    between += tl.load(total + i)
-            column_C = tl.zeros([C], tl.float32)
-            lo = (span + 1) * span_tiles * C
-            hi = tl.minimum(lo + lags * span_tiles * C, end)
-            queries = q_far + far_row(bh, (span + 1) * span_tiles, span, S, span_tiles, lags, C) * K
-            dk_CK, dv_CV, column_C, between = _walk_queries(
-                dk_CK, dv_CV, column_C, between, k_CK, v_CV, after_C, u_C, queries, do,
-                lse_BHS + bh * S, delta_BHS + bh * S, until, total, start_S, lo, hi, T,
-                1.0 * LOG2_E,
-                q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-            )  # fmt: skip
-            if GATE:
-                tl.store(columns_2BHS + plane + bh * S + u_C, column_C)
-        dk_tile = tile(dk_far, bg * S + a * C, K, row_C, key_K)
-        tl.store(dk_tile, dk_CK.to(dk_far.dtype.element_ty))
+        tl.store(tile(dk, bg * S + a * C, K, row_C, key_K), dk_CK.to(dk.dtype.element_ty))
     else:
         dk_tile = tile(dk + g * K, b * T + a * C, groups * K, row_C, key_K)
         # The walk's scale is in units of log 2.
@@ -210,11 +217,11 @@ def _walk_queries(
     u_C,
     q,
     do,
-    lse,
+    less,
     delta,
-    until,
     total,
     start_S,
+    own_end,
     lo,
     hi,
     T,
@@ -241,208 +248,29 @@ def _walk_queries(
         do_BV = tl.load(tile(do, first, do_row, column, value_V), within_B1, 0.0).to(PRODUCT)
         s_CB = tl.dot(k_CK, tl.trans(q_BK)) * scale
         if GATE:
-            s_CB += after_C[:, None] + (tl.load(until + t_B) + between)[None, :]
+            s_CB += after_C[:, None]
+        if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
+            if first + BLOCK > own_end:
+                seen_CB = u_C[:, None] >= tl.load(start_S + t_B)[None, :]
+                s_CB = tl.where(seen_CB, s_CB, float("-inf"))
+        less_B = tl.load(less + t_B)
+        if GATE:
+            less_B -= between
             between += tl.load(total + first // BLOCK)
-        if DOCUMENTS:
-            seen_CB = u_C[:, None] >= tl.load(start_S + t_B)[None, :]
-            s_CB = tl.where(seen_CB, s_CB, float("-inf"))
-        p_CB = tl.exp2(s_CB - (tl.load(lse + t_B) * LOG2_E)[None, :])
+        p_CB = tl.exp2(s_CB - less_B[None, :])
         dv_CV = tl.dot(p_CB.to(PRODUCT), do_BV, dv_CV)
         ds_CB = p_CB * (tl.dot(v_CV, tl.trans(do_BV)) - tl.load(delta + t_B)[None, :])
         if GATE:
             column_C += tl.sum(ds_CB, 1)
         dk_CK = tl.dot(ds_CB.to(PRODUCT), q_BK, dk_CK)
-    return dk_CK, dv_CV, column_C, between
-
-
-@triton.jit(do_not_specialize=VARYING)
-def query_kernel(
-    q,
-    q_near,
-    q_far,
-    k,
-    k_far,
-    v_BTGV,
-    logits,
-    gates,
-    totals,
-    start_S,
-    do_BTHV,
-    lse_BHS,
-    delta_BHS,
-    dq,
-    dq_near,
-    dq_far,
-    dlogits,
-    rows_BHS,
-    scale,
-    T,
-    S,
-    span_tiles,
-    lags,
-    plane,
-    heads,
-    H,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MAPS: tl.constexpr,
-    GATE: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """A tile of C queries of one head: their gradient, and with a gate the sums of ds over rows.
-
-    With maps the gradient of each version of the tile, and that of the logits inside the tile.
-    """
-    a = tl.num_programs(0) - 1 - tl.program_id(0)
-    bh = tl.program_id(1).to(tl.int64)
-    b, h = bh // H, bh % H
-    g, G, groups = h // R, H // R, heads // R
-    row_C = tl.arange(0, C)
-    column = tl.arange(0, BLOCK)
-    key_K = tl.arange(0, K)
-    value_V = tl.arange(0, V)
-    t_C = a * C + row_C
-    inside_C1 = (t_C < T)[:, None]
-    v = v_BTGV + b * T * groups * V + g * V
-    start_C = t_C * 0
-    if DOCUMENTS:
-        start_C = tl.load(start_S + t_C)
-    until_C = tl.zeros([C], tl.float32)
-    if GATE:
-        until_C = tl.load(gates + bh * S + t_C)
-    do_tile = tile(do_BTHV + h * V, b * T + a * C, heads * V, row_C, value_V)
-    do_CV = tl.load(do_tile, inside_C1, 0.0).to(PRODUCT)
-    lse_C = tl.load(lse_BHS + bh * S + t_C) * LOG2_E
-    delta_C = tl.load(delta_BHS + bh * S + t_C)
-    if MAPS:
-        keys = k + (b * G + g) * S * K
-        k_row = K
-        q_CK = tl.zeros([C, K], PRODUCT)
-    else:
-        keys = k + b * T * groups * K + g * K
-        k_row = groups * K
-        q_tile = tile(q + h * K, b * T + a * C, heads * K, row_C, key_K)
-        q_CK = tl.load(q_tile, inside_C1, 0.0).to(PRODUCT)
-    dq_CK = tl.zeros([C, K], tl.float32)
-    sum_C = tl.zeros([C], tl.float32)
-    for i in range(C // BLOCK):
-        first = (a * C + i * BLOCK).to(tl.int64)
-        u_B = first + column
-        within_B1 = (u_B < T)[:, None]
-        v_BV = tl.load(tile(v, first, groups * V, column, value_V), within_B1, 0.0).to(PRODUCT)
-        if MAPS:
-            pair = tile(logits + i * BLOCK, bh * S + a * C, C, row_C, column)
-            s_CB = tl.load(pair).to(tl.float32) * LOG2_E
-        else:
-            k_BK = tl.load(tile(keys, first, k_row, column, key_K), within_B1, 0.0).to(PRODUCT)
-            s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
-        if GATE:
-            s_CB += until_C[:, None] - tl.load(gates + bh * S + u_B)[None, :]
-        seen_CB = (u_B[None, :] <= t_C[:, None]) & (u_B[None, :] >= start_C[:, None])
-        p_CB = tl.exp2(tl.where(seen_CB, s_CB, float("-inf")) - lse_C[:, None])
-        ds_CB = p_CB * (tl.dot(do_CV, tl.trans(v_BV)) - delta_C[:, None])
-        sum_C += tl.sum(ds_CB, 1)
-        if MAPS:
-            pair = tile(dlogits + i * BLOCK, bh * S + a * C, C, row_C, column)
-            tl.store(pair, ds_CB.to(dlogits.dtype.element_ty))
-        else:
-            dq_CK = tl.dot(ds_CB.to(PRODUCT), k_BK, dq_CK)
-
-    after, total = lse_BHS, lse_BHS
-    if GATE:
-        after, total = gates + 3 * plane + bh * S, totals + bh * (S // BLOCK)
-    low = 0 * a
-    if DOCUMENTS:
-        low = tl.load(start_S + a * C) // BLOCK * BLOCK
-    between = tl.full([], 0.0, tl.float32)
-    if MAPS:
-        near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
-        span, t = a // span_tiles, a % span_tiles
-        for i in range(near):
-            hi = (a - i) * C
-            own = near_row(bh, a, t - 1 - i, S, span_tiles, C)
-            q_tile = tile(q_near, own, K, row_C, key_K)
-            dq_CK, sum_C, between = _walk_keys(
-                tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),
-                do_CV, lse_C, delta_C, until_C, start_C, keys, v, after, total,
-                tl.maximum(hi - C, low), hi, 1.0 * LOG2_E,
-                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-            )  # fmt: skip
-            tl.store(tile(dq_near, own, K, row_C, key_K), dq_CK.to(dq_near.dtype.element_ty))
-        keys = k_far + (b * G + g) * S * K
-        for i in range(far):
-            own = far_row(bh, a, span - 1 - i, S, span_tiles, lags, C)
-            q_tile = tile(q_far, own, K, row_C, key_K)
-            hi = (span - i) * span_tiles * C
-            dq_CK, sum_C, between = _walk_keys(
-                tl.zeros([C, K], tl.float32), sum_C, between, tl.load(q_tile).to(PRODUCT),
-                do_CV, lse_C, delta_C, until_C, start_C, keys, v, after, total,
-                tl.maximum(hi - span_tiles * C, low), hi, 1.0 * LOG2_E,
-                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-            )  # fmt: skip
-            tl.store(tile(dq_far, own, K, row_C, key_K), dq_CK.to(dq_far.dtype.element_ty))
-    else:
-        dq_CK, sum_C, between = _walk_keys(
-            dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, until_C, start_C,
-            keys, v, after, total, low, a * C, scale,
-            k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-        )  # fmt: skip
-        dq_tile = tile(dq + h * K, b * T + a * C, heads * K, row_C, key_K)
-        tl.store(dq_tile, (dq_CK * (scale / LOG2_E)).to(dq.dtype.element_ty), inside_C1)
-    if GATE:
-        tl.store(rows_BHS + bh * S + t_C, sum_C)
+    return dk_CK, dv_CV, column_C
 
 
 @triton.jit
-def _walk_keys(
-    dq_CK,
-    sum_C,
-    between,
-    q_CK,
-    do_CV,
-    lse_C,
-    delta_C,
-    until_C,
-    start_C,
-    k,
-    v,
-    after,
-    total,
-    lo,
-    hi,
-    scale,
-    k_row,
-    v_row,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GATE: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """The key blocks lo .. hi, all before the queries, from the last to the first."""
-    column = tl.arange(0, BLOCK)
-    key_K = tl.arange(0, K)
-    value_V = tl.arange(0, V)
-    for i in tl.range(0, (hi - lo) // BLOCK, num_stages=STAGES):
-        first = (hi - (i + 1) * BLOCK).to(tl.int64)
-        k_BK = tl.load(tile(k, first, k_row, column, key_K)).to(PRODUCT)
-        v_BV = tl.load(tile(v, first, v_row, column, value_V)).to(PRODUCT)
-        s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
-        if GATE:
-            s_CB += until_C[:, None] + (tl.load(after + first + column) + between)[None, :]
-            between += tl.load(total + first // BLOCK)
-        if DOCUMENTS:
-            s_CB = tl.where((first + column)[None, :] >= start_C[:, None], s_CB, float("-inf"))
-        p_CB = tl.exp2(s_CB - lse_C[:, None])
-        ds_CB = p_CB * (tl.dot(do_CV, tl.trans(v_BV)) - delta_C[:, None])
-        if GATE:
-            sum_C += tl.sum(ds_CB, 1)
-        dq_CK = tl.dot(ds_CB.to(PRODUCT), k_BK, dq_CK)
-    return dq_CK, sum_C, between
+def block_sum(x, first, end):
+    """x[first .. end] in fp64."""
+    lane = tl.arange(0, 256)
+    sum_x = tl.zeros([256], tl.float64)
+    for i in range(first, end, 256):
+        sum_x += tl.load(x + i + lane, i + lane < end, 0.0).to(tl.float64)
+    return tl.sum(sum_x, 0)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from mixtron.kernels.path_attention.triton_maps import far_row, near_row, reach
+from mixtron.kernels.path_attention.triton_tiles import longest_first
 from mixtron.kernels.triton_tools import tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -61,9 +62,9 @@ def forward_kernel(
     [B, H, spans, pairs of tiles, C, K], q_far [B, H, pairs of spans, span, K], k and k_far
     [B, G, S, K], logits [B, H, S, C].
     """
-    # The last tiles see most keys: they start first.
-    a = tl.num_programs(0) - 1 - tl.program_id(0)
-    bh = tl.program_id(1).to(tl.int64)
+    # The last tiles see most keys.
+    turn, bh = longest_first()
+    a = tl.num_programs(0) - 1 - turn
     b, h = bh // H, bh % H
     g, G, groups = h // R, H // R, heads // R
     row_C = tl.arange(0, C)
@@ -76,10 +77,6 @@ def forward_kernel(
     start_C = t_C * 0
     if DOCUMENTS:
         start_C = tl.load(start_S + t_C)
-    until_C = tl.zeros([C], tl.float32)
-    if GATE:
-        until_C = tl.load(gates + bh * S + t_C)
-
     if MAPS:
         keys = k + (b * G + g) * S * K
         k_row = K
@@ -104,7 +101,7 @@ def forward_kernel(
             k_BK = tl.load(tile(keys, first, k_row, column, key_K), within_B1, 0.0)
             s_CB = tl.dot(q_CK, tl.trans(k_BK.to(PRODUCT))) * scale
         if GATE:
-            s_CB += until_C[:, None] - tl.load(gates + bh * S + u_B)[None, :]
+            s_CB -= tl.load(gates + bh * S + u_B)[None, :]
         seen_CB = (u_B[None, :] <= t_C[:, None]) & (u_B[None, :] >= start_C[:, None])
         s_CB = tl.where(seen_CB, s_CB, float("-inf"))
         v_BV = tl.load(tile(v, first, groups * V, column, value_V), within_B1, 0.0).to(PRODUCT)
@@ -125,7 +122,7 @@ def forward_kernel(
             own = near_row(bh, a, t - 1 - i, S, span_tiles, C)
             q_CK = tl.load(tile(q_near, own, K, row_C, key_K)).to(PRODUCT)
             acc_CV, top_C, sum_C, between = _walk_keys(
-                acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
+                acc_CV, top_C, sum_C, between, q_CK, start_C, keys, v, after, total,
                 tl.maximum(hi - C, low), hi, 1.0 * LOG2_E,
                 k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
@@ -135,19 +132,22 @@ def forward_kernel(
             q_CK = tl.load(tile(q_far, own, K, row_C, key_K)).to(PRODUCT)
             hi = (span - i) * span_tiles * C
             acc_CV, top_C, sum_C, between = _walk_keys(
-                acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
+                acc_CV, top_C, sum_C, between, q_CK, start_C, keys, v, after, total,
                 tl.maximum(hi - span_tiles * C, low), hi, 1.0 * LOG2_E,
                 k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
     else:
         acc_CV, top_C, sum_C, between = _walk_keys(
-            acc_CV, top_C, sum_C, between, q_CK, until_C, start_C, keys, v, after, total,
+            acc_CV, top_C, sum_C, between, q_CK, start_C, keys, v, after, total,
             low, a * C, scale,
             k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
         )  # fmt: skip
     o_tile = tile(o_BTHV + h * V, b * T + a * C, heads * V, row_C, value_V)
     o_CV = acc_CV / sum_C[:, None]
     tl.store(o_tile, o_CV.to(o_BTHV.dtype.element_ty), inside_C[:, None])
+    if GATE:
+        # The gates from its tile's left edge to a query are in all of its logits: added once.
+        top_C += tl.load(gates + bh * S + t_C)
     tl.store(lse_BHS + bh * S + t_C, top_C * LN_2 + tl.log(sum_C))
 
 
@@ -158,7 +158,6 @@ def _walk_keys(
     sum_C,
     between,
     q_CK,
-    until_C,
     start_C,
     k,
     v,
@@ -185,16 +184,19 @@ def _walk_keys(
     column = tl.arange(0, BLOCK)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, V)
+    # Only before it are keys of other documents.
+    latest = tl.max(start_C, 0)
     for i in tl.range(0, (hi - lo) // BLOCK, num_stages=STAGES):
         first = (hi - (i + 1) * BLOCK).to(tl.int64)
         k_BK = tl.load(tile(k, first, k_row, column, key_K)).to(PRODUCT)
         v_BV = tl.load(tile(v, first, v_row, column, value_V)).to(PRODUCT)
         s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
         if GATE:
-            s_CB += until_C[:, None] + (tl.load(after + first + column) + between)[None, :]
+            s_CB += (tl.load(after + first + column) + between)[None, :]
             between += tl.load(total + first // BLOCK)
-        if DOCUMENTS:
-            s_CB = tl.where((first + column)[None, :] >= start_C[:, None], s_CB, float("-inf"))
+        if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
+            if first < latest:
+                s_CB = tl.where((first + column)[None, :] >= start_C[:, None], s_CB, float("-inf"))
         acc_CV, top_C, sum_C = _add(acc_CV, top_C, sum_C, s_CB, v_BV)
     return acc_CV, top_C, sum_C, between
 

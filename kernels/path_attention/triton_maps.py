@@ -15,7 +15,7 @@ The pairs t > b of a sequence of blocks, those with t - b <= lags alone, lie in 
 import triton
 import triton.language as tl
 
-from mixtron.kernels.path_attention.triton_tiles import pairs
+from mixtron.kernels.path_attention.triton_tiles import longest_first, part, upto
 from mixtron.kernels.triton_tools import tile
 
 VARYING = ("T", "heads", "H", "span_tiles", "lags", "blocks", "tiles")
@@ -66,141 +66,121 @@ def far_row(bh, a, m, S, span_tiles, lags, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def span_kernel(
-    maps, maps_rest, k_exact, to_end, span_maps, k_far, S, span_tiles,
-    K: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr,
+    maps, k_exact, to_end, span_maps, k_far, S, span_tiles,
+    K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """P_{L-1} ... P_{t+1} for every tile t of a span, all of them, and keys to the span's right
-    edge. The product is kept in two parts, as the maps are."""
-    m = tl.program_id(0)
+    edge: rows of the maps, columns of the keys."""
+    m, row_R = part(ROWS, K)
     bg = tl.program_id(1).to(tl.int64)
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    product_KK = tl.where(key_K[:, None] == key_K[None, :], 1.0, 0.0)
+    product_RK = tl.where(row_R[:, None] == key_K[None, :], 1.0, 0.0).to(FINE)
     for i in range(span_tiles):
         n = bg * (S // C) + (m + 1) * span_tiles - 1 - i
-        high_KK = product_KK.to(FINE)
-        rest_KK = (product_KK - high_KK.to(tl.float32)).to(FINE)
-        tl.store(tile(to_end, n * K, K, key_K, key_K), high_KK)
-        k_CK = tl.load(tile(k_exact, n * C, K, row_C, key_K))
-        k_CK = tl.dot(k_CK, tl.trans(high_KK))
-        tl.store(tile(k_far, n * C, K, row_C, key_K), k_CK.to(k_far.dtype.element_ty))
+        tl.store(tile(to_end, n * K, K, row_R, key_K), product_RK)
+        k_CR = tl.dot(tl.load(tile(k_exact, n * C, K, row_C, key_K)), tl.trans(product_RK))
+        tl.store(tile(k_far, n * C, K, row_C, row_R), k_CR.to(k_far.dtype.element_ty))
         map_KK = tl.load(tile(maps, n * K, K, key_K, key_K))
-        product_KK = tl.dot(high_KK, map_KK)
-        product_KK = tl.dot(rest_KK, map_KK, product_KK)
-        map_KK = tl.load(tile(maps_rest, n * K, K, key_K, key_K))
-        product_KK = tl.dot(high_KK, map_KK, product_KK)
+        product_RK = tl.dot(product_RK, map_KK).to(FINE)
     span_row = (bg * (S // (span_tiles * C)) + m) * K
-    tl.store(tile(span_maps, span_row, K, key_K, key_K), product_KK.to(FINE))
+    tl.store(tile(span_maps, span_row, K, row_R, key_K), product_RK)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def version_kernel(
-    q, k, w, start_S, XT, Y, maps, span_maps, logits, q_near, q_far, scale, T, S,
+    q, k, w, beta, start_S, XT, Y, maps, span_maps, logits, q_near, q_far, scale, T, S,
     heads, H, span_tiles, lags,
-    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, PRODUCT: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, FINE: tl.constexpr,
     DOCUMENTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of one query head its logits inside the tile, and its versions."""
-    # The last tiles have most versions: they start first.
-    a = tl.num_programs(0) - 1 - tl.program_id(0)
-    bh = tl.program_id(1).to(tl.int64)
+    # The last tiles have most versions.
+    turn, bh = longest_first()
+    parts: tl.constexpr = C // ROWS
+    a = tl.num_programs(0) // parts - 1 - turn // parts
+    row_R = turn % parts * ROWS + tl.arange(0, ROWS)
     b, h = bh // H, bh % H
     g, G, groups = h // R, H // R, heads // R
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
+    inside_R1 = (a * C + row_R < T)[:, None]
     inside_C1 = (a * C + row_C < T)[:, None]
     first, own, shared = b * T + a * C, bh * S + a * C, (b * G + g) * S + a * C
-    q_CK = tl.load(tile(q + h * K, first, heads * K, row_C, key_K), inside_C1, 0.0)
-    w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(FINE)
-    M_CC = tl.dot(q_CK.to(FINE), tl.trans(w_CK))
-    M_CC = tl.where(pairs(start_S, a * C, C, DOCUMENTS), M_CC, 0.0).to(FINE)
+    q_RK = tl.load(tile(q + h * K, first, heads * K, row_R, key_K), inside_R1, 0.0)
+    M_RC = tl.dot(q_RK.to(FINE), tl.trans(tl.load(tile(w, shared, K, row_C, key_K))))
+    M_RC *= -tl.load(beta + shared + row_C)[None, :]
+    M_RC = tl.where(upto(start_S, a * C, row_R, C, DOCUMENTS), M_RC, 0.0).to(FINE)
     k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0)
-    logits_CC = tl.dot(q_CK.to(PRODUCT), tl.trans(k_CK.to(PRODUCT)))
-    logits_CC -= tl.dot(M_CC, tl.trans(tl.load(tile(XT, shared, C, row_C, row_C))))
-    tl.store(tile(logits, own, C, row_C, row_C), (logits_CC * scale).to(FINE))
-    Y_CK = tl.load(tile(Y, shared, K, row_C, key_K))
-    v_CK = (q_CK.to(tl.float32) - tl.dot(M_CC, Y_CK)) * scale
+    logits_RC = tl.dot(q_RK.to(FINE), tl.trans(k_CK.to(FINE)))
+    XT_CC = tl.load(tile(XT, shared, C, row_C, row_C))
+    logits_RC = tl.dot(M_RC, tl.trans(XT_CC), logits_RC)
+    tl.store(tile(logits, own, C, row_R, row_C), (logits_RC * scale).to(FINE))
+    v_RK = tl.dot(M_RC, tl.load(tile(Y, shared, K, row_C, key_K)))
+    v_RK = (v_RK + q_RK.to(tl.float32)) * scale
 
     near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
     span, t = a // span_tiles, a % span_tiles
     map_row = ((b * G + g) * (S // C) + a - 1) * K
     for i in tl.range(0, near, num_stages=STAGES):
         own = near_row(bh, a, t - 1 - i, S, span_tiles, C)
-        out_tile = tile(q_near, own, K, row_C, key_K)
-        tl.store(out_tile, v_CK.to(q_near.dtype.element_ty))
+        out_tile = tile(q_near, own, K, row_R, key_K)
+        tl.store(out_tile, v_RK.to(q_near.dtype.element_ty))
         map_KK = tl.load(tile(maps, map_row - i * K, K, key_K, key_K))
-        v_CK = tl.dot(v_CK.to(FINE), map_KK)
+        v_RK = tl.dot(v_RK.to(FINE), map_KK)
     map_row = ((b * G + g) * (S // (span_tiles * C)) + span - 1) * K
     for i in tl.range(0, far, num_stages=STAGES):
         own = far_row(bh, a, span - 1 - i, S, span_tiles, lags, C)
-        out_tile = tile(q_far, own, K, row_C, key_K)
-        tl.store(out_tile, v_CK.to(q_far.dtype.element_ty))
+        out_tile = tile(q_far, own, K, row_R, key_K)
+        tl.store(out_tile, v_RK.to(q_far.dtype.element_ty))
         map_KK = tl.load(tile(span_maps, map_row - i * K, K, key_K, key_K))
-        v_CK = tl.dot(v_CK.to(FINE), map_KK)
+        v_RK = tl.dot(v_RK.to(FINE), map_KK)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def version_gradient_kernel(
-    q, k, w, start_S, XT, Y, maps, span_maps, dlogits, dq_near, dq_far, dq, M, dM, dq_carried,
-    scale, T, S, heads, H, span_tiles, lags,
-    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    STAGES: tl.constexpr,
+def query_gradient_kernel(
+    q, k, w, beta, start_S, XT, Y, dlogits, dq_carried, dq, M, dM, scale, T, S, heads, H,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of queries; scaled M and dM for what its key/value head gathers, and
-    the gradient of the queries at the tile's left edge. The gradient of v_{b-1} through later steps
-    takes the place of version b's own."""
-    a = tl.num_programs(0) - 1 - tl.program_id(0)
+    """The gradient of a tile of queries, from that of its logits and of the queries at its left
+    edge; scaled M and dM, both before beta, for what its key/value head gathers."""
+    a, row_R = part(ROWS, C)
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
     g, G, groups = h // R, H // R, heads // R
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
-    span, t = a // span_tiles, a % span_tiles
-    dv_CK = tl.zeros([C, K], tl.float32)
-    map_row = ((b * G + g) * (S // (span_tiles * C)) + span - far) * K
-    for i in tl.range(0, far, num_stages=STAGES):
-        own = far_row(bh, a, span - far + i, S, span_tiles, lags, C)
-        own_tile = tile(dq_far, own, K, row_C, key_K)
-        own_CK = tl.load(own_tile).to(tl.float32)
-        tl.store(own_tile, dv_CK.to(dq_far.dtype.element_ty))
-        map_KK = tl.load(tile(span_maps, map_row + i * K, K, key_K, key_K)).to(LOW)
-        dv_CK = tl.dot(dv_CK.to(LOW), tl.trans(map_KK), own_CK)
-    map_row = ((b * G + g) * (S // C) + a - near) * K
-    for i in tl.range(0, near, num_stages=STAGES):
-        own = near_row(bh, a, t - near + i, S, span_tiles, C)
-        own_tile = tile(dq_near, own, K, row_C, key_K)
-        own_CK = tl.load(own_tile).to(tl.float32)
-        tl.store(own_tile, dv_CK.to(dq_near.dtype.element_ty))
-        map_KK = tl.load(tile(maps, map_row + i * K, K, key_K, key_K)).to(LOW)
-        dv_CK = tl.dot(dv_CK.to(LOW), tl.trans(map_KK), own_CK)
-
+    inside_R1 = (a * C + row_R < T)[:, None]
     inside_C1 = (a * C + row_C < T)[:, None]
     first, own, shared = b * T + a * C, bh * S + a * C, (b * G + g) * S + a * C
-    seen_CC = pairs(start_S, a * C, C, DOCUMENTS)
-    tl.store(tile(dq_carried, own, K, row_C, key_K), dv_CK.to(LOW))
+    seen_RC = upto(start_S, a * C, row_R, C, DOCUMENTS)
+    weight_C = tl.load(beta + shared + row_C) * scale
+    dlogits_RC = tl.load(tile(dlogits, own, C, row_R, row_C))
+    dv_tile = tile(dq_carried, own, K, row_R, key_K)
+    dM_RC = tl.dot(dlogits_RC, tl.load(tile(XT, shared, C, row_C, row_C)).to(LOW))
     Y_CK = tl.load(tile(Y, shared, K, row_C, key_K)).to(LOW)
-    dM_CC = tl.dot(dv_CK.to(LOW), tl.trans(Y_CK))
-    dlogits_CC = tl.load(tile(dlogits, own, C, row_C, row_C))
-    XT_CC = tl.load(tile(XT, shared, C, row_C, row_C)).to(LOW)
-    dM_CC = tl.where(seen_CC, -tl.dot(dlogits_CC, XT_CC, dM_CC), 0.0)
-    tl.store(tile(dM, own, C, row_C, row_C), (dM_CC * scale).to(LOW))
+    dM_RC = tl.dot(tl.load(dv_tile), tl.trans(Y_CK), dM_RC)
+    dM_RC = tl.where(seen_RC, dM_RC * -weight_C[None, :], 0.0).to(LOW)
+    tl.store(tile(dM, own, C, row_R, row_C), dM_RC)
+    w_CK = tl.load(tile(w, shared, K, row_C, key_K)).to(LOW)
     k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    dv_CK = tl.dot(dlogits_CC, k_CK, dv_CK)
-    w_CK = tl.load(tile(w + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    dv_CK = tl.dot(dM_CC.to(LOW), w_CK, dv_CK) * scale
-    dq_tile = tile(dq + h * K, first, heads * K, row_C, key_K)
-    tl.store(dq_tile, dv_CK.to(dq.dtype.element_ty), inside_C1)
-    q_CK = tl.load(tile(q + h * K, first, heads * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    M_CC = tl.where(seen_CC, tl.dot(q_CK, tl.trans(w_CK)), 0.0) * scale
-    tl.store(tile(M, own, C, row_C, row_C), M_CC.to(LOW))
+    dq_RK = tl.dot(dlogits_RC, k_CK)
+    dq_RK = (dq_RK + tl.load(dv_tile).to(tl.float32)) * scale
+    dq_RK = tl.dot(dM_RC, w_CK, dq_RK)
+    dq_tile = tile(dq + h * K, first, heads * K, row_R, key_K)
+    tl.store(dq_tile, dq_RK.to(dq.dtype.element_ty), inside_R1)
+    q_RK = tl.load(tile(q + h * K, first, heads * K, row_R, key_K), inside_R1, 0.0).to(LOW)
+    M_RC = tl.where(seen_RC, tl.dot(q_RK, tl.trans(w_CK)), 0.0) * scale
+    tl.store(tile(M, own, C, row_R, row_C), M_RC.to(LOW))
 
 
 @triton.jit(do_not_specialize=VARYING)
 def map_gradient_kernel(
-    end_S, versions, dversions, dmaps, H, blocks, tiles, lags,
-    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr,
+    end_S, versions, dversions, to_end, dproducts, dmaps, H, blocks, tiles, lags,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """dP_b = sum over later blocks t of v_b^T dv_{b-1}, over all their tiles and the query heads
-    that share it. A sequence has so many blocks, of so many tiles each."""
+    that share it; and of a tile what comes from the products to its span's right edge. A sequence
+    has so many blocks, of so many tiles each."""
     G = H // R
     b = tl.program_id(0) % blocks
     sequence = tl.program_id(0) // blocks
@@ -220,32 +200,30 @@ def map_gradient_kernel(
         dv_CK = tl.load(tile(dversions, row, K, row_C, key_K))
         dmap_KK = tl.dot(tl.trans(v_CK), dv_CK, dmap_KK)
     dmap_row = (bg * tl.num_programs(0) + tl.program_id(0)) * K
+    if to_end is not None:
+        behind_KK = tl.load(tile(to_end, dmap_row, K, key_K, key_K)).to(LOW)
+        d_KK = tl.load(tile(dproducts, dmap_row, K, key_K, key_K))
+        dmap_KK = tl.dot(tl.trans(behind_KK), d_KK, dmap_KK)
     tl.store(tile(dmaps, dmap_row, K, key_K, key_K), dmap_KK.to(dmaps.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=VARYING)
 def span_gradient_kernel(
-    maps, to_end, k_carried, dk_far, dspan_maps, dk_carried, dmaps, S, span_tiles,
-    K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr,
+    maps, k_carried, dk_far, dspan_maps, dproducts, S, span_tiles,
+    K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """Adds to the gradients of a span's maps and of keys at their tile's right edge what comes
-    from its composed map and from the keys at its right edge."""
-    m = tl.program_id(0)
+    """Rows of the gradients of P_{L-1} ... P_t for every tile t of a span, from those of the whole
+    product and of the keys at the span's right edge."""
+    m, row_R = part(ROWS, K)
     bg = tl.program_id(1).to(tl.int64)
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     span_row = (bg * (S // (span_tiles * C)) + m) * K
-    d_KK = tl.load(tile(dspan_maps, span_row, K, key_K, key_K)).to(tl.float32)
+    d_RK = tl.load(tile(dspan_maps, span_row, K, row_R, key_K)).to(tl.float32)
     for i in range(span_tiles):
         n = bg * (S // C) + m * span_tiles + i
-        behind_KK = tl.load(tile(to_end, n * K, K, key_K, key_K)).to(LOW)
-        dmap_tile = tile(dmaps, n * K, K, key_K, key_K)
-        dmap_KK = tl.load(dmap_tile).to(tl.float32)
-        dmap_KK = tl.dot(tl.trans(behind_KK), d_KK.to(LOW), dmap_KK)
-        tl.store(dmap_tile, dmap_KK.to(dmaps.dtype.element_ty))
-        dk_CK = tl.load(tile(dk_far, n * C, K, row_C, key_K))
-        dk_tile = tile(dk_carried, n * C, K, row_C, key_K)
-        tl.store(dk_tile, tl.dot(dk_CK, behind_KK, tl.load(dk_tile)))
+        tl.store(tile(dproducts, n * K, K, row_R, key_K), d_RK.to(LOW))
         map_KK = tl.load(tile(maps, n * K, K, key_K, key_K)).to(LOW)
-        d_KK = tl.dot(d_KK.to(LOW), tl.trans(map_KK))
+        d_RK = tl.dot(d_RK.to(LOW), tl.trans(map_KK))
+        dk_CR = tl.load(tile(dk_far, n * C, K, row_C, row_R))
         k_CK = tl.load(tile(k_carried, n * C, K, row_C, key_K)).to(LOW)
-        d_KK = tl.dot(tl.trans(dk_CK), k_CK, d_KK)
+        d_RK = tl.dot(tl.trans(dk_CR), k_CK, d_RK)

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mixtron.kernels.path_attention.triton_backward import delta_kernel, key_kernel, query_kernel
+from mixtron.kernels.launching import Launched
+from mixtron.kernels.path_attention.triton_backward import delta_kernel, key_kernel
 from mixtron.kernels.path_attention.triton_carry import (
     Carried,
     CarriedGradients,
+    Factors,
     carry,
     carry_gradients,
+    factors_of,
     workspace_bytes,
 )
 from mixtron.kernels.path_attention.triton_forward import forward_kernel
@@ -27,11 +30,15 @@ from mixtron.kernels.path_attention.triton_plan import (
     launch_plan,
     layout_of,
 )
+from mixtron.kernels.path_attention.triton_query_backward import query_kernel
 from mixtron.kernels.triton_tools import INTERPRETED, check_takes, product_dtype
 
 WORKSPACE_BYTES = 2**30
 """Of what is in memory at once beyond inputs and results; heads are taken in pieces that fit."""
 LOG2_E = 1.4426950408889634
+DELTA_WARPS = 4
+launch_forward, launch_delta = Launched(forward_kernel), Launched(delta_kernel)
+launch_keys, launch_queries = Launched(key_kernel), Launched(query_kernel)
 
 
 def path_attention_triton(
@@ -71,44 +78,53 @@ def path_attention_triton(
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps the inputs, the output and the log-sum-exp; backward computes the rest anew."""
+    """Keeps q, k, v and gates, the maps' factors, the output and the log-sum-exp; backward
+    computes the rest anew."""
 
     @staticmethod
     def forward(ctx, q, k, v, w, beta, log_forget, scale, cu_seqlens, max_seqlen):  # type: ignore[override]
         # Not the contiguous copies are kept, but what they are copies of: the layer keeps it too.
-        inputs = Inputs(q, k, v, w, beta, log_forget).contiguous()
-        layout = inputs.layout(cu_seqlens, max_seqlen)
-        gates = inputs.gates(layout)
+        inputs = Inputs(q, k, v, log_forget).contiguous()
+        layout = inputs.layout(w is not None, cu_seqlens, max_seqlen)
+        gates, factors = inputs.gates(layout), None
+        if w is not None:
+            factors = factors_of(w.contiguous(), beta.contiguous(), layout)
         o_BTHV, lse_BHS = q.new_empty(*q.shape[:3], v.shape[3]), _rows(q, layout)
-        for rows, groups in pieces(inputs, layout):
+        for rows, groups in pieces(inputs, layout, factors):
             heads = inputs.heads_of(groups)
-            piece = Piece.of(inputs, gates, rows, groups, layout, scale)
+            piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale)
             attend(piece, o_BTHV[rows, :, heads], lse_BHS[rows, heads])
-        ctx.save_for_backward(q, k, v, w, beta, log_forget, o_BTHV, lse_BHS, cu_seqlens)
+        kept = (None, None, None) if factors is None else vars(factors).values()
+        ctx.save_for_backward(q, k, v, log_forget, *kept, o_BTHV, lse_BHS, cu_seqlens)
         ctx.options = scale, max_seqlen
         return o_BTHV
 
     @staticmethod
     def backward(ctx, do_BTHV):  # type: ignore[override]
-        *saved, o_BTHV, lse_BHS, cu_seqlens = ctx.saved_tensors
+        *saved, w, beta, L, o_BTHV, lse_BHS, cu_seqlens = ctx.saved_tensors
         scale, max_seqlen = ctx.options
         inputs, do_BTHV = Inputs(*saved).contiguous(), do_BTHV.contiguous()
-        layout = inputs.layout(cu_seqlens, max_seqlen)
-        delta_BHS = _rows(inputs.q, layout)
+        factors = None if w is None else Factors(w, beta, L)
+        layout = inputs.layout(factors is not None, cu_seqlens, max_seqlen)
+        delta_BHS, less_BHS = _rows(inputs.q, layout), _rows(inputs.q, layout)
+        gates, gradients, ds = inputs.gates(layout), Gradients.empty(inputs, factors), None
+        until_BHS = None if gates is None else gates.tokens_4BHS[2]
         (B, T, H, _), V = inputs.q.shape, do_BTHV.shape[3]
-        delta_kernel[(layout.S // layout.tile, B * H)](
-            o_BTHV, do_BTHV, delta_BHS, T, layout.S, H=H, V=V, C=layout.tile
-        )
-        gates, gradients, ds = inputs.gates(layout), inputs.empty(), None
+        launch_delta(
+            (layout.S // layout.tile, B * H),
+            o_BTHV, do_BTHV, lse_BHS, until_BHS, delta_BHS, less_BHS, T, layout.S, H,
+            V=V, C=layout.tile, GATE=gates is not None, num_warps=DELTA_WARPS,
+        )  # fmt: skip
         if gates is not None:
-            columns_2BHS = lse_BHS.new_empty(1 if inputs.w is None else 2, *lse_BHS.shape)
-            ds = torch.empty_like(lse_BHS), columns_2BHS
-        for rows, groups in pieces(inputs, layout):
+            columns_3BHS = lse_BHS.new_empty(1 if factors is None else 3, *lse_BHS.shape)
+            ds = torch.empty_like(lse_BHS), columns_3BHS
+        for rows, groups in pieces(inputs, layout, factors):
             heads = inputs.heads_of(groups)
-            of_rows = do_BTHV[rows, :, heads], lse_BHS[rows, heads], delta_BHS[rows, heads]
+            of_rows = (x[rows, heads] for x in (lse_BHS, delta_BHS, less_BHS))
             own = None if ds is None else (ds[0][rows, heads], ds[1][:, rows, heads])
-            piece = Piece.of(inputs, gates, rows, groups, layout, scale)
-            attend_backward(piece, *of_rows, gradients.part(rows, groups), own)
+            piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale)
+            of_rows = do_BTHV[rows, :, heads], *of_rows
+            attend_backward(piece, *of_rows, gradients.part(inputs, rows, groups), own)
         if inputs.log_forget is not None and ds is not None:
             ds_BHS = ds[0] - ds[1].sum(0)
             bounds = layout.start_S, layout.end_S
@@ -121,15 +137,10 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    w: Tensor | None
-    beta: Tensor | None
     log_forget: Tensor | None
 
     def contiguous(self) -> "Inputs":
         return Inputs(*(None if x is None else x.contiguous() for x in vars(self).values()))
-
-    def empty(self) -> "Inputs":
-        return Inputs(*(None if x is None else torch.empty_like(x) for x in vars(self).values()))
 
     def heads_of(self, groups: slice) -> slice:
         shared = self.q.shape[2] // self.k.shape[2]
@@ -138,14 +149,8 @@ class Inputs:
     def part(self, rows: slice, groups: slice) -> "Inputs":
         """Views."""
         heads = self.heads_of(groups)
-        of_heads = (heads, groups, groups, groups, groups, heads)
-        taken = zip(vars(self).values(), of_heads, strict=True)
+        taken = zip(vars(self).values(), (heads, groups, groups, heads), strict=True)
         return Inputs(*(None if x is None else x[rows, :, h] for x, h in taken))
-
-    def carried(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        assert self.w is not None
-        assert self.beta is not None
-        return self.q, self.k, self.w, self.beta
 
     def gates(self, layout: Layout) -> GateSums | None:
         if self.log_forget is None:
@@ -153,10 +158,36 @@ class Inputs:
         block = launch_plan(self.q.device).block
         return gate_sums(self.log_forget, layout.S, layout.tile, block)
 
-    def layout(self, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
+    def layout(self, maps: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
         _, T, H, _ = self.q.shape
-        tile = launch_plan(self.q.device).tile
-        return layout_of(T, H, tile, self.w is not None, cu_seqlens, max_seqlen)
+        return layout_of(T, H, launch_plan(self.q.device).tile, maps, cu_seqlens, max_seqlen)
+
+
+@dataclass
+class Gradients:
+    """Of the op's inputs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor | None
+    beta: Tensor | None
+    log_forget: Tensor | None = None
+
+    @staticmethod
+    def empty(inputs: Inputs, factors: Factors | None) -> "Gradients":
+        q, k, v, _ = vars(inputs).values()
+        w = beta = None
+        if factors is not None:
+            w = torch.empty_like(k, dtype=factors.beta.dtype)
+            beta = w.new_empty(w.shape[:3])
+        return Gradients(*(torch.empty_like(x) for x in (q, k, v)), w, beta)
+
+    def part(self, inputs: Inputs, rows: slice, groups: slice) -> "Gradients":
+        """Views."""
+        of_keys = (None if x is None else x[rows, :, groups] for x in (self.k, self.v, self.w))
+        beta = None if self.beta is None else self.beta[rows, :, groups]
+        return Gradients(self.q[rows, :, inputs.heads_of(groups)], *of_keys, beta)
 
 
 def _rows(q_BTHK: Tensor, layout: Layout) -> Tensor:
@@ -164,11 +195,11 @@ def _rows(q_BTHK: Tensor, layout: Layout) -> Tensor:
     return q_BTHK.new_empty(B, H, layout.S, dtype=torch.float32)
 
 
-def pieces(inputs: Inputs, layout: Layout) -> list[tuple[slice, slice]]:
+def pieces(inputs: Inputs, layout: Layout, factors: Factors | None) -> list[tuple[slice, slice]]:
     """Rows of the batch and key/value heads that are taken at a time: of several rows all, of
     one some heads, so that a piece's log-sum-exps are in one piece."""
     B, _, G, _ = inputs.k.shape
-    if inputs.w is None:
+    if factors is None:
         return [(slice(0, B), slice(0, G))]
     shared = inputs.q.shape[2] // G
     fits = max(1, WORKSPACE_BYTES // workspace_bytes(layout, inputs.q.shape[3], shared))
@@ -190,6 +221,7 @@ class Piece:
     """What is computed at a time."""
 
     inputs: Inputs
+    factors: Factors | None
     gates: GateSums | None
     carried: Carried | None
     layout: Layout
@@ -198,6 +230,7 @@ class Piece:
     @staticmethod
     def of(
         inputs: Inputs,
+        factors: Factors | None,
         gates: GateSums | None,
         rows: slice,
         groups: slice,
@@ -207,9 +240,10 @@ class Piece:
         if gates is not None:
             gates = gates.part(rows, inputs.heads_of(groups))
         inputs, carried = inputs.part(rows, groups), None
-        if inputs.w is not None:
-            carried = carry(*inputs.carried(), scale, layout)
-        return Piece(inputs, gates, carried, layout, scale)
+        if factors is not None:
+            factors = factors.part(rows, groups)
+            carried = carry(inputs.q, inputs.k, factors, scale, layout)
+        return Piece(inputs, factors, gates, carried, layout, scale)
 
     def grid(self, heads: int) -> tuple[int, int]:
         return self.layout.S // self.layout.tile, self.inputs.q.shape[0] * heads
@@ -248,7 +282,7 @@ def attend(piece: Piece, o_BTHV: Tensor, lse_BHS: Tensor) -> None:
     """Writes the output and the log-sum-exps of a piece."""
     operands, sizes, options = piece.arguments(launch_plan(o_BTHV.device).forward)
     grid = piece.grid(o_BTHV.shape[2])
-    forward_kernel[grid](*operands, o_BTHV, lse_BHS, *sizes, **options)
+    launch_forward(grid, *operands, o_BTHV, lse_BHS, *sizes, **options)
 
 
 def attend_backward(
@@ -256,38 +290,48 @@ def attend_backward(
     do_BTHV: Tensor,
     lse_BHS: Tensor,
     delta_BHS: Tensor,
-    found: Inputs,
+    less_BHS: Tensor,
+    found: Gradients,
     ds: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Writes the gradients of a piece's inputs, but the gate's; with a gate the sums of ds over
-    rows [B, H, S], and over columns in one or two parts [1 or 2, B, H, S]."""
+    rows [B, H, S], and over columns in one or three parts [1 or 3, B, H, S]."""
     plan, carried, gradients = launch_plan(do_BTHV.device), piece.carried, None
     if carried is not None:
         gradients = CarriedGradients.empty(carried)
-    rows_BHS, columns_2BHS = (None, None) if ds is None else ds
+    rows_BHS, columns_3BHS = (None, None) if ds is None else ds
     of_rows = do_BTHV, lse_BHS, delta_BHS
 
     operands, sizes, options = piece.arguments(plan.keys)
     dk, dk_far = (found.k, None) if gradients is None else (gradients.k, gradients.k_far)
-    key_kernel[piece.grid(found.k.shape[2])](
+    launch_keys(
+        piece.grid(found.k.shape[2]),
         *operands,
         piece.layout.end_S,
+        None if carried is None else carried.to_end,
         *of_rows,
+        less_BHS,
         dk,
         dk_far,
         found.v,
-        columns_2BHS,
+        columns_3BHS,
         *sizes,
         **options,
     )
     operands, sizes, options = piece.arguments(plan.queries)
-    versions = [found.q, None, None, None]
-    if gradients is not None:
-        versions = [None, gradients.q_near, gradients.q_far, gradients.logits]
-    query_kernel[piece.grid(found.q.shape[2])](
-        *operands, *of_rows, *versions, rows_BHS, *sizes, **options
-    )
+    versions = [None, None, found.q, None, None, None]
     if carried is not None and gradients is not None:
+        versions = [carried.maps, carried.span_maps, gradients.q_carried]
+        versions += [gradients.q_near, gradients.q_far, gradients.logits]
+    grid = piece.grid(found.q.shape[2])
+    launch_queries(grid, *operands, *of_rows, *versions, rows_BHS, columns_3BHS, *sizes, **options)
+    if piece.factors is not None:
+        assert carried is not None
+        assert gradients is not None
+        assert found.w is not None
+        assert found.beta is not None
+        written = found.q, found.k, found.w, found.beta
         carry_gradients(
-            *piece.inputs.carried(), piece.scale, piece.layout, carried, gradients, *found.carried()
-        )
+            piece.inputs.q, piece.inputs.k, piece.factors, piece.scale, piece.layout, carried,
+            gradients, *written,
+        )  # fmt: skip

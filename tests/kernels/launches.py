@@ -14,6 +14,7 @@ from mixtron.kernels import triton_tools
 
 TYPES = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",

@@ -6,14 +6,16 @@ CHECK = """
 import numpy as np
 import torch
 import torch.nn.functional as F
-from mixtron.kernels.path_attention import path_attention, path_attention_step, triton_op
+from mixtron.kernels.path_attention import path_attention, path_attention_step, triton_carry
+from mixtron.kernels.path_attention import triton_op
 from mixtron.kernels.path_attention.triton_plan import Launch, Plan
 
 # Fresh memory is full of NaN, which shows whether unwritten memory is read.
 torch.use_deterministic_algorithms(True)
-# Small tiles, so that few tokens make several spans.
+# Small tiles, so that few tokens make several spans; of their maps' kernels half a program.
+triton_carry.SHARES = {name: triton_carry.Share(16, 4) for name in triton_carry.SHARES}
 small = Launch(warps=4, stages=1)
-triton_op.launch_plan = lambda device: Plan(32, 16, forward=small, keys=small, queries=small)
+triton_op.launch_plan = lambda device: Plan(32, 16, small, small, small)
 H, K = 2, 16
 
 

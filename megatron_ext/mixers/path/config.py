@@ -161,6 +161,10 @@ class PathFamilyConfig(MixerConfig):
             elements += kv  # the convolution's input
             # Its output in fp32, w's norm and w; sigmoid, its double and beta.
             fp32 += 2 * kv + self.kv_heads + 3 * self.kv_heads
+            if self.kernel == "triton":
+                # In place of w what its kernels make of it: w in fp16, beta, an inverse a tile.
+                fp32 += self.kv_heads - kv
+                elements += kv + self.kv_heads * TRITON_TILE
             # The low-rank projection's output, which every rank holds whole.
             whole = self.rank * bytes_per_element
         if self.gated:
@@ -201,8 +205,9 @@ class PathFamilyConfig(MixerConfig):
         one = tokens * (
             2 * 2 * K * shared * versions
             + 8 * C
-            + 20 * K
+            + 14 * K
             + 8 * K * K / C
+            + 16
             + shared * (8 * C + 2 * K)
         )
         piece = max(one, min(TRITON_WORKSPACE_BYTES, one * self.kv_heads / tensor))

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
 from torch import Tensor
 
+from mixtron.kernels.norms import unit_norm
 from mixtron.kernels.path_attention import (
     past_queries,
     path_attention,
@@ -281,7 +282,7 @@ class Mixer(ShardedModule):
             k = F.rms_norm(k, k_weight.shape, k_weight, eps)
         w = beta = log_forget = None
         if convolved_TBE is not None:
-            w = F.normalize(self._heads(convolved_TBE).float(), dim=-1)
+            w = unit_norm(self._heads(convolved_TBE).float())
             beta = 2 * (parts["beta"].transpose(0, 1).float() + self.beta_bias).sigmoid()
             beta = beta.clamp(max=mixer.largest_beta)
         if mixer.gated:
