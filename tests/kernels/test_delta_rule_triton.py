@@ -9,7 +9,7 @@ from mixtron.kernels import self_test, self_test_cases
 from mixtron.kernels.delta_rule import (
     delta_rule_decode,
     delta_rule_segment_map,
-    triton_op,
+    triton_launch,
     triton_plan,
 )
 from tests.kernels import test_delta_rule as common
@@ -21,7 +21,7 @@ triton_plan.PLANS[90] = dataclasses.replace(
 )
 common.K = common.V = 32
 # Two segments of 200 tokens, each of two chunks of which the first's state is kept.
-triton_op.STATE_EVERY = triton_op.SEGMENTS = 2
+triton_launch.STATE_EVERY = triton_launch.SEGMENTS = 2
 
 
 def close(what, found, exact):
