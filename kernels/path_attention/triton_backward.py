@@ -86,8 +86,9 @@ def key_kernel(
     STAGES: tl.constexpr,
 ):
     """A tile of C keys of one key/value head, over all query heads that read it: the gradients of
-    keys and values, and with a gate the sums of ds over each key's column (with maps in
-    three parts, of which that inside the tile is the other kernel's). With maps also dk_far alone, which went to dk over the map to the span's right edge."""
+    keys and values, and with a gate the sums of ds over each key's column (with maps in three
+    parts, of which that inside the tile is the other kernel's). With maps also dk_far alone, which
+    went to dk over the map to the span's right edge."""
     a, bg = longest_first()
     G, groups = H // R, heads // R
     b, g = bg // G, bg % G

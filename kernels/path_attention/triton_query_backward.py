@@ -58,7 +58,8 @@ def query_kernel(
     """A tile of C queries of one head: their gradient, and with a gate the sums of ds over rows.
 
     With maps the gradient of the tile's queries at its left edge, that of the logits inside the
-    tile (and with a gate its sums over columns), and in place of each version's own gradient what its map is multiplied by for it:
+    tile (and with a gate its sums over columns), and in place of each version's own gradient what
+    its map is multiplied by for it:
     v_b = v_{b+1} P_{b+1}, so that dv_{b+1} = own + dv_b P_{b+1}^T. Hence the way from the farthest
     keys to the nearest.
     """
