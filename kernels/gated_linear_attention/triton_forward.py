@@ -152,16 +152,18 @@ def weight_kernel(
     HAS_DOCUMENTS: tl.constexpr,
 ):
     """Each token's decay from its chunk's start and to its end, and each chunk's own."""
-    n, bj = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0)
+    N = tl.num_programs(0)
+    bj = tl.program_id(1).to(tl.int64)
     row_C = tl.arange(0, C)
-    _, _, from_start_C, to_end_C, across = chunk_gates(
+    _, _, from_start_C, to_end_C, across = chunk_gates(  # pyright: ignore[reportGeneralTypeIssues]
         log_decay_BTJ, document_T, bj, n, T, row_C, J, HAS_DOCUMENTS
     )
     inside_C = n * C + row_C < T
     gate_C = (bj // J * T + n * C + row_C) * J + bj % J
     tl.store(from_start_BTJ + gate_C, from_start_C, inside_C)
     tl.store(to_end_BTJ + gate_C, to_end_C, inside_C)
-    tl.store(across_BJN + bj * tl.num_programs(0) + n, across)
+    tl.store(across_BJN + bj * N + n, across)
 
 
 @triton.jit(do_not_specialize=["T"])
