@@ -143,6 +143,8 @@ def _stop_on_signals() -> Iterator[None]:
         raise Stopped(f"stopped by {name}; finished units are kept: start the same command again")
 
     previous = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGUSR1)}
+    # Whoever started this process may have blocked them, which processes inherit.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, previous)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mixtron.launch import exit_codes
 from mixtron.launch.lifetime import die_with_parent
+from mixtron.launch.signals import hear, unblock
 
 DEFAULTS = {
     "OMP_NUM_THREADS": "1",
@@ -27,12 +28,14 @@ def start_torchrun(run_dir: Path, ranks: int, arguments: list[str]) -> int:
     launch = uuid.uuid4().hex
     command = _torchrun(ranks, "mixtron.launch.train", arguments)
     environment = {**DEFAULTS, **os.environ, exit_codes.LAUNCH_VARIABLE: launch}
-    # torchrun passes the signal on, so that ranks whose launcher died save and stop.
-    process = subprocess.Popen(
-        command, env=environment, preexec_fn=lambda: die_with_parent(signal.SIGTERM)
-    )
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda received, frame: process.send_signal(received))
+
+    def begin() -> None:
+        unblock()
+        # torchrun passes the signal on, so that ranks whose launcher died save and stop.
+        die_with_parent(signal.SIGTERM)
+
+    process = subprocess.Popen(command, env=environment, preexec_fn=begin)
+    hear(lambda received, frame: process.send_signal(received))
     process.wait()
     return exit_codes.read_exit_file(run_dir, launch)
 

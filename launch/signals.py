@@ -5,12 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from mixtron.launch.exit_codes import PREEMPTED
 
 if TYPE_CHECKING:
     import torch
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def hear(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Calls the handler for the signals that stop a run."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, handler)
+    unblock()
+
+
+def unblock() -> None:
+    """A process inherits which signals are blocked, and would never hear of these."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 class Stopped(Exception):
@@ -32,8 +49,7 @@ class StopFlag:
         self.signal: int | None = None
         self._pid = os.getpid()
         self._started_s = time.monotonic()
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._receive)
+        hear(self._receive)
 
     def _receive(self, number: int, frame) -> None:
         if os.getpid() == self._pid and self.signal is None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from mixtron.launch import exit_codes
 from mixtron.launch.heartbeat import STOP_FILE, read_beats
 from mixtron.launch.lifetime import die_with_parent
+from mixtron.launch.signals import STOP_SIGNALS, hear
 from mixtron.launch.slurm.hangs import HangWatch
 from mixtron.launch.slurm.task import Task
 
 POLL_S = 1.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Supervisor:
@@ -27,8 +27,7 @@ class Supervisor:
 
     def __init__(self, logs: Path, heartbeats: Path):
         self.logs, self.heartbeats = logs, heartbeats
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._stop_ranks)
+        hear(self._stop_ranks)
 
     def _stop_ranks(self, number: int, frame) -> None:
         # In this order: a rank that is not listed yet will see the file.

@@ -123,7 +123,10 @@ def test_random_kills_under_zero(start_job, corpus, tmp_path, stage):
 def test_signal_saves_and_asks_for_another_start(start_job, corpus, straight, tmp_path):
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "config.yaml", small_config(corpus, run_dir))
+    # A process inherits which signals are blocked: this one's parent may have blocked them.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     job = start_job(config, run_dir, JOB)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     job.wait_for_step(2)
     job.process.send_signal(signal.SIGTERM)
     assert job.wait(400) == 75, job.log()[-3000:]
