@@ -11,6 +11,7 @@ from triton.compiler import ASTSource, compile
 from triton.runtime.jit import JITFunction
 
 from mixtron.kernels import triton_tools
+from mixtron.kernels.windowed_attention import triton_plan
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -56,5 +57,6 @@ def recorded() -> Iterator[dict[tuple, Callable[[int], int]]]:
     with (
         mock.patch.object(JITFunction, "run", record),
         mock.patch.object(triton_tools, "INTERPRETED", True),
+        mock.patch.object(triton_plan, "INTERPRETED", True),
     ):
         yield found
