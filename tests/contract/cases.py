@@ -51,7 +51,6 @@ CP2 = Layout("cp2", ParallelConfig(context=2))
 CP4 = Layout("cp4", ParallelConfig(context=4))
 TP2_CP2 = Layout("tp2 cp2", ParallelConfig(tensor=2, context=2))
 TP2_SP_PP2 = Layout("tp2 sp pp2", ParallelConfig(tensor=2, sequence=True, pipeline=2))
-RECOMPUTE = Layout("recompute", recompute=True)
 LAYOUTS = [
     TP2,
     TP2_SP,
@@ -60,7 +59,7 @@ LAYOUTS = [
     DP2,
     TP2_DP2,
     TP2_SP_PP2,
-    RECOMPUTE,
+    Layout("recompute", recompute=True),
     Layout("tp2 sp recompute", ParallelConfig(tensor=2, sequence=True), recompute=True),
     Layout("one micro-batch of two sequences", sequences_per_micro_batch=2),
 ]
@@ -68,8 +67,7 @@ CP2_DP2 = Layout("cp2 dp2", ParallelConfig(context=2), data=2)
 CONTEXT_LAYOUTS = [CP2, CP4, TP2_CP2, CP2_DP2]
 MIXER_INDEPENDENT = ["softmax_attention", "kla"]
 """What a mixer has no part in is checked with these two: the whole suite must stay short."""
-WITHOUT_MIXERS_PART = [PP2_VPP2, TP2_DP2, CP2_DP2, TP2_SP_PP2, RECOMPUTE]
-"""The last one all mixers do under TP and SP."""
+WITHOUT_MIXERS_PART = [PP2_VPP2, TP2_DP2, CP2_DP2, TP2_SP_PP2]
 
 
 def layouts_of(mixer: str) -> list[Layout]:
