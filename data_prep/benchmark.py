@@ -129,13 +129,18 @@ WAYS: dict[str, Callable[[Path, int], int]] = {
     "one call, gigatoken": one_call,
     "build, gigatoken": ours("corpus.jsonl", "gigatoken"),
     "build, gigatoken, Parquet": ours("corpus.parquet", "gigatoken"),
+    "build, gigatoken, Parquet by snappy": ours("corpus.snappy.parquet", "gigatoken"),
+    "build, gigatoken, JSON lines by zstd": ours("corpus.jsonl.zst", "gigatoken"),
+    "build, gigatoken, Parquet by zstd": ours("corpus.zstd.parquet", "gigatoken"),
 }
 
 
 def prepare(folder: Path, texts: list[Path], megabytes: int) -> int:
-    """Corpus, as JSON lines and as Parquet, and a tokenizer of it; returns bytes of text."""
+    """Corpus, as JSON lines and as Parquet, plain and compressed, and a tokenizer of it; returns
+    bytes of text."""
     import pyarrow as pa
     from pyarrow import parquet
+    from zstandard import ZstdCompressor
 
     documents, size = [], 0
     for text in _documents(texts):
@@ -149,8 +154,15 @@ def prepare(folder: Path, texts: list[Path], megabytes: int) -> int:
     with open(folder / "corpus.jsonl", "w", encoding="utf-8") as out:
         for text in documents:
             out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    with (
+        open(folder / "corpus.jsonl", "rb") as plain,
+        open(folder / "corpus.jsonl.zst", "wb") as out,
+    ):
+        ZstdCompressor().copy_stream(plain, out)
     table = pa.table({"text": documents})
-    parquet.write_table(table, folder / "corpus.parquet", row_group_size=2000)  # snappy
+    for codec, name in [("none", ""), ("snappy", ".snappy"), ("zstd", ".zstd")]:
+        path = folder / f"corpus{name}.parquet"
+        parquet.write_table(table, path, row_group_size=2000, compression=codec)
     return size
 
 
