@@ -5,7 +5,7 @@ the state before it and the gradient of the state after it. The equations are in
 import triton
 import triton.language as tl
 
-from mixtron.kernels.gated_linear_attention.triton_forward import chunk_gates
+from mixtron.kernels.gated_linear_attention.triton_forward import chunk_gates, chunk_rows
 from mixtron.kernels.triton_tools import tile
 
 
@@ -41,12 +41,10 @@ def query_kernel(
     t_C = n * C + row_C
     inside_C1 = (t_C < T)[:, None]
     first = b * T + n * C
-    head = (j // (J // H)) * K
-    value = j * V
-    q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    v_CV = tl.load(tile(v_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0).to(PRODUCT)
-    do_CV = tl.load(tile(do_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0).to(PRODUCT)
+    q_CK = chunk_rows(q_BTHK, bj, n, T, row_C, H, J, K, PRODUCT)
+    k_CK = chunk_rows(k_BTHK, bj, n, T, row_C, H, J, K, PRODUCT)
+    v_CV = chunk_rows(v_BTJV, bj, n, T, row_C, J, J, V, PRODUCT)
+    do_CV = chunk_rows(do_BTJV, bj, n, T, row_C, J, J, V, PRODUCT)
     S_KV = tl.load(tile(states_BJNKV, (bj * N + n) * K, V, key_K, value_V)).to(PRODUCT)
     upto_CC, G_C, from_start_C, _, _ = chunk_gates(
         log_decay_BTJ, document_T, bj, n, T, row_C, J, HAS_DOCUMENTS
@@ -99,12 +97,11 @@ def key_kernel(
     t_C = n * C + row_C
     inside_C1 = (t_C < T)[:, None]
     first = b * T + n * C
-    head = (j // (J // H)) * K
     value = j * V
-    q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    v_CV = tl.load(tile(v_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0).to(PRODUCT)
-    do_CV = tl.load(tile(do_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0).to(PRODUCT)
+    q_CK = chunk_rows(q_BTHK, bj, n, T, row_C, H, J, K, PRODUCT)
+    k_CK = chunk_rows(k_BTHK, bj, n, T, row_C, H, J, K, PRODUCT)
+    v_CV = chunk_rows(v_BTJV, bj, n, T, row_C, J, J, V, PRODUCT)
+    do_CV = chunk_rows(do_BTJV, bj, n, T, row_C, J, J, V, PRODUCT)
     S_KV = tl.load(tile(states_BJNKV, (bj * N + n) * K, V, key_K, value_V)).to(tl.float32)
     dS_KV = tl.load(tile(dstates_BJNKV, (bj * N + n) * K, V, key_K, value_V)).to(PRODUCT)
     upto_CC, G_C, _, to_end_C, across = chunk_gates(

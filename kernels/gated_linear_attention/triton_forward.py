@@ -43,6 +43,25 @@ def chunk_gates(
     return upto_CC, G_C, from_start_C, to_end_C, across
 
 
+@triton.jit
+def chunk_rows(
+    x_BTHE,
+    bj,
+    n,
+    T,
+    row_C,
+    H: tl.constexpr,
+    J: tl.constexpr,
+    E: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):
+    """Chunk n of value head j's share of [B, T, H, E], as products take it; zero beyond T."""
+    C: tl.constexpr = row_C.shape[0]
+    head = bj % J // (J // H)
+    pointers = tile(x_BTHE + head * E, bj // J * T + n * C, H * E, row_C, tl.arange(0, E))
+    return tl.load(pointers, (n * C + row_C < T)[:, None], 0.0).to(PRODUCT)
+
+
 @triton.jit(do_not_specialize=["T"])
 def write_kernel(
     x_BTHK,
@@ -248,10 +267,9 @@ def output_kernel(
     value_V = tl.arange(0, V)
     inside_C1 = (n * C + row_C < T)[:, None]
     first = b * T + n * C
-    head = (j // (J // H)) * K
-    q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-    v_CV = tl.load(tile(v_BTJV + j * V, first, J * V, row_C, value_V), inside_C1, 0.0).to(PRODUCT)
+    q_CK = chunk_rows(q_BTHK, bj, n, T, row_C, H, J, K, PRODUCT)
+    k_CK = chunk_rows(k_BTHK, bj, n, T, row_C, H, J, K, PRODUCT)
+    v_CV = chunk_rows(v_BTJV, bj, n, T, row_C, J, J, V, PRODUCT)
     S_KV = tl.load(tile(states_BJNKV, (bj * N + n) * K, V, key_K, value_V)).to(PRODUCT)
     upto_CC, G_C, from_start_C, _, _ = chunk_gates(
         log_decay_BTJ, document_T, bj, n, T, row_C, J, HAS_DOCUMENTS

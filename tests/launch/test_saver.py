@@ -28,29 +28,41 @@ def names(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir())
 
 
+def trained_while(
+    config: str, overrides: list[str], stop_at: int | None, module, name: str, held, after_step
+):
+    """Trains with a function of a module held, and something done after each step."""
+    train_step = loop.train_step
+
+    def step(run):
+        values = train_step(run)
+        after_step(run)
+        return values
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, held)
+        patch.setattr(loop, "train_step", step)
+        return trained(config, overrides, stop_at)
+
+
 def train_with_held_writer(
     config: str, overrides: list[str], released_in: int, stop_at: int | None
 ) -> tuple:
     """Trains with a writer that is held until some step; `latest` as each step ends."""
-    release, latest = threading.Event(), []
-    write_file, train_step = checkpoint_writer.write_file, loop.train_step
+    release, latest, write_file = threading.Event(), [], checkpoint_writer.write_file
 
     def held(*args):
         assert release.wait(60)
         return write_file(*args)
 
-    def step(run):
-        values = train_step(run)
+    def look(run):
         file = run.saver.root / "latest"
         latest.append(file.read_text().strip() if file.exists() else None)
         if run.progress.step == released_in:
             release.set()
-        return values
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_writer, "write_file", held)
-        patch.setattr(loop, "train_step", step)
-        return trained(config, overrides, stop_at), latest
+    what = (checkpoint_writer, "write_file", held)
+    return trained_while(config, overrides, stop_at, *what, look), latest
 
 
 def test_training_goes_on_and_latest_follows_the_commit(corpus, tmp_path):
@@ -70,26 +82,20 @@ def test_training_goes_on_and_latest_follows_the_commit(corpus, tmp_path):
 
 def train_with_held_deletion(config: str, overrides: list[str]) -> tuple:
     """Trains while the first deletion is held, and says what lay in the folder while it was."""
-    release, seen = threading.Event(), []
-    delete, train_step = saver.delete, loop.train_step
+    release, seen, delete = threading.Event(), [], saver.delete
 
     def held(folders):
         assert not folders or release.wait(60)
         delete(folders)
 
-    def step(run):
-        values = train_step(run)
+    def look(run):
         while run.progress.step == 10 and run.saver.writing:
             time.sleep(0.01)
         if run.progress.step == 11:
             seen.extend(names(run.saver.root))
             release.set()
-        return values
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver, "delete", held)
-        patch.setattr(loop, "train_step", step)
-        return trained(config, overrides, None), seen
+    return trained_while(config, overrides, None, saver, "delete", held, look), seen
 
 
 def test_training_does_not_wait_for_deletions_and_the_next_save_does(corpus, tmp_path):
