@@ -1,11 +1,13 @@
 """Where a step's time goes: kernels, and the operators that launched them, by torch's profiler."""
 
+import sys
 from collections.abc import Callable
 
 import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
+from triton.runtime.jit import JITFunction
 
 from mixtron.kernels.measure import table
 
@@ -17,16 +19,17 @@ KINDS = {
     "elementwise of torch": ("elementwise", "triton_poi", "multi_tensor"),
     "reduction of torch": ("reduce", "softmax", "layer_norm", "rms", "triton_red", "triton_per"),
 }
-"""What a kernel's name tells; the first kind that fits. Others are kernels of our own."""
+"""What a kernel's name tells, where it is not one of `own_kernels`; the first kind that fits."""
 NAME_WIDTH = 72
 
 
-def profile(step: Callable[[], object], steps: int, rows: int) -> str:
+def profile(step: Callable[[], object], steps: int, rows: int) -> tuple[str, dict[str, float]]:
     """Tables of time by kind of kernel, by kernel and by operator, in ms a step; then of the time
-    in which the GPU did nothing, by the kernel that it waited for.
+    in which the GPU did nothing, by the kernel that it waited for; and ms a step by kind.
 
     The last one is of the host's time, by operator and call of CUDA; without a GPU it is alone.
     """
+    kinds_ms: dict[str, float] = {}
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with torch_profile(activities=activities) as profiler:
@@ -44,9 +47,12 @@ def profile(step: Callable[[], object], steps: int, rows: int) -> str:
             if e.device_type == DeviceType.CUDA and not e.is_user_annotation
         ]
         kinds: dict[str, tuple[float, int]] = {}
+        own = own_kernels()
         for name, time_us, count in kernels:
-            before = kinds.get(kind_of(name), (0.0, 0))
-            kinds[kind_of(name)] = (before[0] + time_us, before[1] + count)
+            kind = own.get(name) or kind_of(name)
+            before = kinds.get(kind, (0.0, 0))
+            kinds[kind] = (before[0] + time_us, before[1] + count)
+        kinds_ms = {kind: time_us / 1000 / steps for kind, (time_us, _) in kinds.items()}
         parts.append(_table("kind", [(k, *v) for k, v in kinds.items()], steps, rows))
         parts.append(_table("kernel", kernels, steps, rows))
         launched = [(e.key, e.self_device_time_total, e.count) for e in operators]
@@ -59,16 +65,29 @@ def profile(step: Callable[[], object], steps: int, rows: int) -> str:
         parts.append(_table("idle before", idle_before(ran), steps, rows // 2))
     host = [(e.key, e.self_cpu_time_total, e.count) for e in operators]
     parts.append(_table("on the host", host, steps, rows))
-    return "\n\n".join(parts)
+    return "\n\n".join(parts), kinds_ms
+
+
+def own_kernels() -> dict[str, str]:
+    """ "own: OP" by name, of every Triton kernel that has been imported; both ops where two have
+    one of a name."""
+    found: dict[str, str] = {}
+    for path, module in list(sys.modules.items()):
+        if path.startswith("mixtron.kernels."):
+            op = path.split(".")[2]
+            for name, member in vars(module).items():
+                if isinstance(member, JITFunction) and member.__module__ == path:
+                    found[name] = f"{found[name]} or {op}" if name in found else f"own: {op}"
+    return found
 
 
 def kind_of(kernel: str) -> str:
-    """One of `KINDS`, or "own"."""
+    """One of `KINDS`, or "other"."""
     lowered = kernel.lower()
     for kind, parts in KINDS.items():
         if any(part in lowered for part in parts):
             return kind
-    return "own"
+    return "other"
 
 
 def idle_before(ran: list[tuple[float, float, str]]) -> list[tuple[str, float, int]]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mixtron.kernels.measure import table, versions
+from mixtron.launch.bench.account import account
 from mixtron.launch.bench.profile import profile
 from mixtron.launch.checks import check, check_device
 from mixtron.launch.config import RunConfig, load_config
@@ -87,8 +88,11 @@ def bench_step(config: RunConfig, options: Options) -> None:
     if memory:
         say(table(("memory of rank 0", "GiB", "predicted by `mixtron validate`"), memory))
     if options.profiled_steps:
-        profiled = profile(lambda: train_step(run), options.profiled_steps, options.rows)
-        say(profiled)
+        tables, kinds_ms = profile(lambda: train_step(run), options.profiled_steps, options.rows)
+        peak = peak_of(ranks)
+        if peak is not None:
+            say(account(config, kinds_ms, 1000 * seconds, ranks.world_size, peak) + "\n")
+        say(tables)
 
 
 def begin(config: RunConfig) -> Ranks:
@@ -192,7 +196,7 @@ def report(config: RunConfig, ranks: Ranks, seconds: float) -> str:
     flops = training_flops_per_token(config) * tokens / seconds / ranks.world_size
     on_gpu = ranks.device.type == "cuda"
     machine = versions() if on_gpu else f"CPU, torch {torch.__version__}"
-    peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
+    peak = peak_of(ranks)
     mfu = "-" if peak is None else f"{flops / peak:.1%}"
     row = (
         config.name,
@@ -205,6 +209,12 @@ def report(config: RunConfig, ranks: Ranks, seconds: float) -> str:
     )
     heads = ("config", "parameters", "tokens a step", "ms a step", "tokens/s", "TFLOP/s", "MFU")
     return f"{machine}; {ranks.world_size} ranks\n\n{table(heads, [row])}\n"
+
+
+def peak_of(ranks: Ranks) -> float | None:
+    """This rank's GPU's, FLOP/s; None where it is not known."""
+    on_gpu = ranks.device.type == "cuda"
+    return peak_flops(torch.cuda.get_device_name()) if on_gpu else None
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from mixtron.launch.bench.account import MIXER_KINDS, account, products_and_mixers
 from mixtron.launch.bench.curves import Curve, bench_curves, parse_forms, report
 from mixtron.launch.bench.lengths import bench_lengths
 from mixtron.launch.bench.ops import benches, run_benches
 from mixtron.launch.bench.overhead import report as shares_of
-from mixtron.launch.bench.profile import idle_before, kind_of
+from mixtron.launch.bench.profile import idle_before, kind_of, own_kernels
 from mixtron.launch.config import load_config
+from mixtron.launch.estimate import training_flops_per_token
 from mixtron.megatron_ext.errors import ConfigError
 from tests.helpers.jobs import small_config, write_config
 from tests.helpers.ranks import run_on_ranks
@@ -174,11 +176,38 @@ def test_commands_are_listed():
         ("Memcpy DtoD (Device -> Device)", "copy or cast"),
         ("ncclDevKernel_AllReduce_Sum_f32", "communication"),
         ("void at::native::vectorized_elementwise_kernel<4>", "elementwise of torch"),
-        ("scan_kernel", "own"),
+        ("scan_kernel", "other"),
     ],
 )
 def test_kinds_of_kernels(kernel, kind):
     assert kind_of(kernel) == kind
+
+
+def test_kernels_are_told_by_their_op():
+    import mixtron.kernels.delta_rule.triton_forward
+    import mixtron.kernels.norms.triton_kernels  # noqa: F401
+
+    own = own_kernels()
+    assert own["scan_kernel"].startswith("own: delta_rule")
+    assert "own: norms" in own.values()
+    ops = {path.name for path in (ROOT / "kernels").iterdir() if path.is_dir()}
+    assert {kind.removeprefix("own: ") for kind in MIXER_KINDS} - {"attention"} <= ops
+
+
+@pytest.mark.parametrize("name", ["kla_400m", "path_400m", "sa_swa_400m"])
+def test_what_a_step_loses_adds_up_to_100_percent_less_the_mfu(name):
+    config, peak, step_ms = load_config(ROOT / f"configs/{name}.yaml"), 989e12, 3000.0
+    kinds_ms = {"matrix product": 1600.0, "own: delta_rule": 480.0, "copy or cast": 100.0}
+    printed = account(config, kinds_ms, step_ms, 1, peak)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines()[2:]]
+    assert [row[0] for row in rows[:3]] == ["matrix products", "no kernel runs", *rows[2][:1]]
+    lost = [float(row[4].rstrip("%")) for row in rows]
+    tokens = config.training.global_batch_tokens
+    mfu = training_flops_per_token(config) * tokens / (step_ms / 1000) / peak
+    assert lost[-1] == pytest.approx(100 * (1 - mfu), abs=0.1)
+    assert sum(lost[:-1]) == pytest.approx(lost[-1], abs=0.3)
+    products, mixers = products_and_mixers(config)
+    assert 0 < mixers < products
 
 
 def test_idle_time_is_told_by_the_kernel_that_was_waited_for():
