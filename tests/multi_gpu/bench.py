@@ -17,6 +17,7 @@ from mixtron.launch.config import RunConfig
 from mixtron.launch.loop import speed
 from mixtron.launch.micro_batch import MicroBatch, collate, run_micro_batches
 from mixtron.launch.sample_stream import Sample
+from mixtron.megatron_ext.layer_graphs import LayerGraphs
 from mixtron.megatron_ext.model import build_model
 from mixtron.megatron_ext.optimizer import build_optimizer, clip_and_step, wrap_model
 from mixtron.megatron_ext.parallel import Ranks, init_distributed
@@ -63,6 +64,8 @@ def build(config: RunConfig) -> Bench:
         max_tokens=per_micro * length,
     )
     wrapped = wrap_model(chunks, parallel, ranks)
+    if training.layer_graphs:
+        LayerGraphs(wrapped[0])
     optimizer = build_optimizer(wrapped, config.optimizer, ranks, bf16=bf16)
     generator = np.random.default_rng(ranks.data_rank)
     count = config.global_batch_sequences // (ranks.data_size * per_micro)

@@ -24,6 +24,7 @@ class Measured:
 ATTENTION = Measured("attention_400m", "attention_400m", 8)
 KLA = Measured("kla_400m", "kla_400m", 8)
 SA_SWA = Measured("sa_swa_400m", "sa_swa_400m", 8, overrides=("mixers.sa_swa.kernel=triton",))
+KLA_RECORDED = Measured("kla_400m, recorded", "kla_400m", 8, 2, ("training.layer_graphs=true",))
 PATH = Measured("path_400m", "path_400m", 8, 1, ("mixers.path.kernel=triton",))
 
 
@@ -37,6 +38,8 @@ ATTENTION_1300M = wider(ATTENTION, "attention", "heads", "kv_heads")
 KLA_1300M = wider(KLA, "kla", "heads", "value_heads")
 SA_SWA_1300M = wider(SA_SWA, "sa_swa", "heads", "kv_heads")
 SMALL = (ATTENTION, KLA, SA_SWA)
+DATA_PARALLEL = (KLA_RECORDED, *SMALL)
+"""Layers are recorded on ranks that hold whole ones."""
 LARGE = (ATTENTION_1300M, KLA_1300M, SA_SWA_1300M)
 DEBUG = (
     Measured("debug_softmax_attention", "debug_softmax_attention", 1),

@@ -24,7 +24,7 @@ def cases(options: Options) -> list[Case]:
     if options.device == "cpu":
         return [dp(m, options) for m in models.DEBUG] + [tp(m, options) for m in models.DEBUG]
     return [
-        *(dp(model, options) for model in models.SMALL),
+        *(dp(model, options) for model in models.DATA_PARALLEL),
         *(tp(model, options) for model in models.LARGE),
         *(dp(model, options) for model in models.LARGE),
         *(tp(model, options) for model in models.SMALL),
