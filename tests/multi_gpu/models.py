@@ -50,9 +50,12 @@ DEBUG = (
 def long_kla(tokens: int, gpus: int, debug: bool) -> Measured:
     """One sequence of which each GPU has a share; alone, a GPU gets a sequence as long as that."""
     config = "debug_kla" if debug else "kla_400m"
-    overrides = (f"data.sequence_length={tokens}",)
+    recompute = "full" if tokens * gpus > RECOMPUTED_FROM else "none"
+    overrides = (f"data.sequence_length={tokens}", f"training.recompute={recompute}")
     return Measured(f"{config}, {tokens * gpus:,} tokens", config, 1, 1, overrides)
 
 
-LENGTHS = (131_072, 32_768)
+LENGTHS = (131_072, 32_768, 524_288)
+RECOMPUTED_FROM = 131_072
+"""Of more tokens on two GPUs not every layer's activations fit."""
 DEBUG_LENGTHS = (256,)
