@@ -185,8 +185,10 @@ def measure(way: str, folder: Path, workers: int) -> tuple[float, float, int]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     command = ["-m", "mixtron.data_prep.benchmark", "--way", way, "--folder", str(folder)]
-    # Compiled modules are kept, as they are where people work.
+    # Compiled modules are kept, as they are where people work; numpy's threads are off, as in
+    # `mixtron prep`.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment["OPENBLAS_NUM_THREADS"] = "1"
     run = subprocess.run(
         [sys.executable, *command, "--workers", str(workers)],
         env=environment,

@@ -1,6 +1,5 @@
 """Finished units into shards, one for each source, and one for what is held out of it."""
 
-import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mixtron.data_prep.background_digest import BackgroundDigest
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.files import remove_leftovers
 from mixtron.data_prep.manifest import Manifest
@@ -106,7 +106,7 @@ def _documents(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The kept documents of a unit, some at a time; its files are held against its receipt."""
     paths = {part: unit_path(selection.folder, receipt.key, part) for part in ("bin", "lengths")}
-    digests = {part: hashlib.sha256() for part in paths}
+    digests = {part: BackgroundDigest() for part in paths}
     with open(paths["bin"], "rb") as bin_file, open(paths["lengths"], "rb") as lengths_file:
         for keep in selection.blocks(receipt.key, held_out):
             content = lengths_file.read(4 * len(keep))
