@@ -25,9 +25,9 @@ def has_new_characters(text: str) -> bool:
     for first in range(0, len(text), STRETCH):
         stretch = text[first : first + STRETCH].encode("utf-32-le", "surrogatepass")
         codes = np.frombuffer(stretch, "<u4")
-        if (states := _STATES[codes]).max() == UNSEEN:
+        if (states := _STATES.take(codes)).max() == UNSEEN:
             _look_at_blocks(codes[states == UNSEEN])
-            states = _STATES[codes]
+            states = _STATES.take(codes)
         if states.max() == NEW:
             return True
     return False

@@ -1,5 +1,6 @@
 """Processes that do units: given one at a time, they answer with progress and receipts."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -92,22 +93,20 @@ def _start_foreman(
 ) -> BaseProcess:
     """A fork of this process where that is safe, which then has all imports and the tokenizer."""
     if has_threads():  # one of which may hold a lock that a forked child would wait for
-        context = multiprocessing.get_context("spawn")
-        foreman = context.Process(target=_lead, args=(*arguments, None, []), daemon=True)
+        context, inherited = multiprocessing.get_context("spawn"), (None, [])
     else:
-        context = multiprocessing.get_context("fork")
-        inherited = (tokenizer, connections)
-        foreman = context.Process(target=_lead, args=(*arguments, *inherited), daemon=True)
+        context, inherited = multiprocessing.get_context("fork"), (tokenizer, connections)
+    foreman = context.Process(target=_lead, args=(*arguments, *inherited), daemon=True)
     foreman.start()
     return foreman
 
 
 def has_threads() -> bool:
     """Whether this process has threads, of Python or of any library, that a fork would lose."""
-    tasks = Path("/proc/self/task")
-    if not tasks.is_dir():
-        return True
-    names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            names.append((task / "comm").read_text().strip())
     return sum(name not in SAFE_THREADS for name in names) > 1
 
 

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from typing import IO, Any
 
 import orjson
@@ -115,7 +116,7 @@ def read_lines(
         for line in lines:
             number += 1
             batch.lines += 1
-            content = line.removesuffix(b"\r")
+            content = line.removesuffix(b"\n").removesuffix(b"\r")
             if number == 1 and piece.start == 0:
                 content = content.removeprefix(BOM)
             try:
@@ -132,16 +133,15 @@ def read_lines(
 
 
 def _split_lines(blocks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[list[bytes], int]]:
-    """The lines that each block completes, without their ends, and the bytes taken for them."""
+    """The lines that each block completes, with their ends, and the bytes taken for them."""
     begun: list[bytes] = []
     for block, taken in blocks:
-        first, *rest = block.split(b"\n")
-        begun.append(first)
-        if not rest:
-            yield [], taken
-            continue
-        lines = [b"".join(begun), *rest]
-        begun = [lines.pop()]
+        lines = BytesIO(block).readlines()  # looks for line ends faster than `split`
+        last = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        if lines:
+            lines[0] = b"".join([*begun, lines[0]])
+            begun = []
+        begun.append(last)
         yield lines, taken
     if last := b"".join(begun):
         yield [last], 0

@@ -8,7 +8,7 @@ import numpy as np
 
 from mixtron.data_prep.background_digest import BackgroundDigest
 from mixtron.data_prep.errors import DataError
-from mixtron.data_prep.files import flush_to_disk, sync_folder, temporary_name
+from mixtron.data_prep.files import flush_to_disk, sync_folder, temporary_name, write_ahead
 from mixtron.data_prep.manifest import Manifest
 from mixtron.data_prep.shards import DTYPE_CODES, HEADER, MAGIC, VERSION, shard_paths, token_dtype
 
@@ -88,7 +88,7 @@ class ShardWriter:
                 f"{self.cardinality}"
             )
         data = np.ascontiguousarray(tokens, dtype=self.dtype.newbyteorder("<")).data
-        self._bin.write(data)
+        write_ahead(self._bin, data)
         self._bin_sha256.update(data)
         self._idx.write(lengths.astype("<i4").data)
         self.documents += len(lengths)

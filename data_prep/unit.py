@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -9,10 +10,15 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-import psutil
 
 from mixtron.data_prep.errors import DataError
-from mixtron.data_prep.files import flush_to_disk, remove_leftovers, sync_folder, temporary_name
+from mixtron.data_prep.files import (
+    flush_to_disk,
+    remove_leftovers,
+    sync_folder,
+    temporary_name,
+    write_ahead,
+)
 from mixtron.data_prep.pieces import Batch, Piece, Rejected, entry, place
 from mixtron.data_prep.plan import Plan, Recipe, Unit, check_unchanged
 from mixtron.data_prep.readers import read_piece
@@ -107,7 +113,8 @@ class Encoder:
 
 
 def _rss_bytes() -> int:
-    return psutil.Process().memory_info().rss
+    with open("/proc/self/statm", "rb") as f:
+        return int(f.read().split()[1]) * mmap.PAGESIZE
 
 
 def _special(token: int | None) -> list[np.ndarray]:
@@ -271,5 +278,5 @@ class _UnitFiles:
         return receipt
 
     def _write(self, part: str, content: bytes | memoryview) -> None:
-        self._open[part].write(content)
+        write_ahead(self._open[part], content)
         self._digests[part].update(content)

@@ -97,7 +97,7 @@ def test_the_same_bytes_for_any_number_of_workers(tmp_path, small_units, sentenc
         )
         content.append(shards_in(tmp_path / str(workers)))
         if workers == 2:  # a process with threads does not fork its workers
-            thread = threading.Thread(target=ended.wait)
+            thread = threading.Thread(target=ended.wait, daemon=True)
             thread.start()
             assert pool.has_threads()
     ended.set()
