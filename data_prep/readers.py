@@ -116,14 +116,13 @@ def read_lines(
         for line in lines:
             number += 1
             batch.lines += 1
-            content = line.removesuffix(b"\n").removesuffix(b"\r")
             if number == 1 and piece.start == 0:
-                content = content.removeprefix(BOM)
+                line = line.removeprefix(BOM)
             try:
-                batch.texts.append(parse_line(content, text_keys))
+                batch.texts.append(parse_line(line, text_keys))
                 batch.numbers.append(number)
             except ValueError as error:
-                raw = content.decode("utf-8", errors="backslashreplace")
+                raw = _without_end(line).decode("utf-8", errors="backslashreplace")
                 batch.rejected.append(Rejected(number, str(error), raw))
             size += len(line)
             if size >= pieces.BATCH_BYTES or batch.lines >= pieces.BATCH_DOCUMENTS:
@@ -148,7 +147,7 @@ def _split_lines(blocks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[list[byt
 
 
 def parse_line(line: bytes, text_keys: tuple[str, ...]) -> str:
-    """The text of one JSON line; several keys are joined by an empty line.
+    """The text of one JSON line, with its end or without; several keys are joined by an empty line.
 
     Raises:
         ValueError: why the line is bad.
@@ -157,8 +156,8 @@ def parse_line(line: bytes, text_keys: tuple[str, ...]) -> str:
         raise ValueError("empty line")
     try:
         record = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(_json_reason(line, error)) from None
+    except orjson.JSONDecodeError:
+        raise ValueError(_json_reason(_without_end(line))) from None
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, found {type(record).__name__}")
     parts = []
@@ -171,9 +170,17 @@ def parse_line(line: bytes, text_keys: tuple[str, ...]) -> str:
     return "\n\n".join(parts)
 
 
-def _json_reason(line: bytes, error: orjson.JSONDecodeError) -> str:
+def _without_end(line: bytes) -> bytes:
+    return line.removesuffix(b"\n").removesuffix(b"\r")
+
+
+def _json_reason(line: bytes) -> str:
+    """Why a line, without its end, is not JSON."""
     try:
         text = line.decode("utf-8")
+        orjson.loads(text)
     except UnicodeDecodeError as invalid:
         return f"byte {invalid.start + 1}: not UTF-8"
-    return f"byte {len(text[: error.pos].encode()) + 1}: {error.msg}"
+    except orjson.JSONDecodeError as error:
+        return f"byte {len(text[: error.pos].encode()) + 1}: {error.msg}"
+    raise AssertionError("a line is JSON without its end, but not with it")
