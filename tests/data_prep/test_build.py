@@ -384,12 +384,11 @@ def _start_long_build(tmp_path, tokenizer) -> subprocess.Popen:
 
 
 def _workers_of(process: subprocess.Popen) -> list[psutil.Process]:
-    """The forked children of the process that loads what they need."""
-    return [
-        worker
-        for foreman in psutil.Process(process.pid).children()
-        for worker in foreman.children()
-    ]
+    """The forked children of the process that loads what they need, itself a fork of the build."""
+    build = psutil.Process(process.pid)
+    (foreman,) = build.children()
+    assert foreman.cmdline() == build.cmdline()
+    return foreman.children()
 
 
 def test_a_killed_worker_ends_the_build_within_seconds(tmp_path, sentencepiece_model):
