@@ -9,11 +9,13 @@ import pyarrow as pa
 import pyarrow.ipc
 from pyarrow import parquet
 
-from mixtron.data_prep import pieces
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.formats import InputFile
 from mixtron.data_prep.pieces import Batch, Piece, Rejected
 from mixtron.data_prep.storage import is_url, open_input
+
+READ_BYTES, READ_ROWS = 4 << 20, 8192
+"""Read at once. The digest of a table goes by such parts, so manifests depend on them."""
 
 
 def group_bytes(file: InputFile, text_keys: tuple[str, ...]) -> list[int]:
@@ -124,7 +126,7 @@ def _columns(
 
 
 def _rows_at_once(rows: int, size: int) -> int:
-    return max(1, min(pieces.BATCH_DOCUMENTS, pieces.BATCH_BYTES * rows // max(size, 1)))
+    return max(1, min(READ_ROWS, READ_BYTES * rows // max(size, 1)))
 
 
 def _strings(column: pa.Array, digest: Any) -> list[str | bytes | None]:
