@@ -17,6 +17,7 @@ import os
 import platform
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,8 @@ DOCUMENT_CHARACTERS = 6_000
 TRAINED_DOCUMENTS = 1_000
 LINES_AT_ONCE = 32
 SLOW = "pool"
+MADE = "made"
+"""Folder of what a way writes, empty when it starts."""
 Encode = Callable[[str], list[int]]
 
 
@@ -51,14 +54,14 @@ def pool_and_parent(load: Callable[[str], Encode]) -> Callable[[Path, int], int]
         with (
             pool,
             open(folder / "corpus.jsonl", "rb") as lines,
-            open(folder / "p.bin", "wb") as out,
+            open(folder / MADE / "p.bin", "wb") as out,
         ):
             for ids in pool.imap(start.encode, lines, LINES_AT_ONCE):
                 document = np.array(ids, dtype=np.uint16)
                 out.write(document.tobytes(order="C"))
                 lengths.append(len(document))
                 tokens += len(document)
-        np.array(lengths, dtype=np.int32).tofile(folder / "p.idx")
+        np.array(lengths, dtype=np.int32).tofile(folder / MADE / "p.idx")
         return tokens
 
     return run
@@ -107,8 +110,8 @@ def one_call(folder: Path, workers: int) -> int:
     ends = ak.Array(np.zeros((len(documents), 1), dtype=np.uint32))
     documents = ak.concatenate([documents, ak.from_regular(ends)], axis=1)
     ids = ak.to_numpy(ak.flatten(documents)).astype(np.uint16)
-    ids.tofile(folder / "o.bin")
-    ak.to_numpy(ak.num(documents)).astype(np.int32).tofile(folder / "o.idx")
+    ids.tofile(folder / MADE / "o.bin")
+    ak.to_numpy(ak.num(documents)).astype(np.int32).tofile(folder / MADE / "o.idx")
     return len(ids)
 
 
@@ -117,10 +120,9 @@ def ours(name: str, backend: str) -> Callable[[Path, int], int]:
 
     def run(folder: Path, workers: int) -> int:
         recipe = Recipe(str(folder / "tokenizer"))
-        with tempfile.TemporaryDirectory(dir=folder) as output:
-            prefix = Path(output) / "ours"
-            build_all([folder / name], recipe, prefix, workers, backend=backend, progress=False)
-            return Shard(prefix).total_tokens
+        prefix = folder / MADE / "ours"
+        build_all([folder / name], recipe, prefix, workers, backend=backend, progress=False)
+        return Shard(prefix).total_tokens
 
     return run
 
@@ -187,6 +189,8 @@ def _documents(texts: list[Path]) -> Iterator[str]:
 
 def measure(way: str, folder: Path, workers: int) -> tuple[float, float, int]:
     """Wall seconds, CPU seconds and tokens of one way, in a process of its own."""
+    shutil.rmtree(folder / MADE, ignore_errors=True)
+    (folder / MADE).mkdir()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     command = ["-m", "mixtron.data_prep.benchmark", "--way", way, "--folder", str(folder)]

@@ -16,7 +16,7 @@ from mixtron.data_prep.tokenizer_base import Tokenizer
 from mixtron.data_prep.unit import Advance, Encoder, run_unit
 
 SAFE_THREADS = {"jemalloc_bg_thd"}
-"""Comes with pyarrow; jemalloc itself stops it before a fork."""
+"""Comes with pyarrow; jemalloc itself readies its threads and locks for a fork (pthread_atfork)."""
 
 
 def do_units(
