@@ -152,12 +152,13 @@ def parse_line(line: bytes, text_keys: tuple[str, ...]) -> str:
     Raises:
         ValueError: why the line is bad.
     """
-    if not line or line.isspace():
-        raise ValueError("empty line")
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
         raise ValueError(_json_reason(_without_end(line))) from None
+    one_key = len(text_keys) == 1 and isinstance(record, dict)
+    if one_key and isinstance(text := record.get(text_keys[0]), str):
+        return text
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, found {type(record).__name__}")
     parts = []
@@ -176,6 +177,8 @@ def _without_end(line: bytes) -> bytes:
 
 def _json_reason(line: bytes) -> str:
     """Why a line, without its end, is not JSON."""
+    if not line or line.isspace():
+        return "empty line"
     try:
         text = line.decode("utf-8")
         orjson.loads(text)
