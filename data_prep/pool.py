@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -97,7 +98,9 @@ def _start_foreman(
     else:
         context, inherited = multiprocessing.get_context("fork"), (tokenizer, connections)
     foreman = context.Process(target=_lead, args=(*arguments, *inherited), daemon=True)
-    foreman.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python counts the safe threads, too
+        foreman.start()
     return foreman
 
 
