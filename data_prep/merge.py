@@ -9,7 +9,7 @@ import numpy as np
 
 from mixtron.data_prep.background_digest import BackgroundDigest
 from mixtron.data_prep.errors import DataError
-from mixtron.data_prep.files import remove_leftovers
+from mixtron.data_prep.files import drop_from_memory, remove_leftovers
 from mixtron.data_prep.manifest import Manifest
 from mixtron.data_prep.outputs import Output, all_made, outputs_of
 from mixtron.data_prep.plan import Plan, load_plan
@@ -21,7 +21,7 @@ from mixtron.data_prep.shard_writer import ShardWriter
 from mixtron.data_prep.shards import Shard, shard_paths
 from mixtron.data_prep.unit import Receipt, unit_path
 
-BLOCK_TOKENS = 1 << 23
+BLOCK_TOKENS = 1 << 20
 """Tokens copied at once, unless one document has more."""
 
 
@@ -89,6 +89,8 @@ def _merge_one(
         for receipt in done:
             for tokens, lengths in _documents(receipt, writer.dtype, selection, output.held_out):
                 writer.add(tokens, lengths)
+            if output.held_out or not plan.recipe.held_out:  # nobody reads it again
+                drop_from_memory(unit_path(selection.folder, receipt.key, "bin"))
             advance(receipt.sizes["bin"], receipt.documents)
         counts = {
             "empty": sum(receipt.empty for receipt in done),
