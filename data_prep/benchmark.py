@@ -1,8 +1,9 @@
 """Speed of `build` against other ways to do the same: `python -m mixtron.data_prep.benchmark`.
 
 Every way reads the same documents with the same tokenizer, in a process of its own, start-up
-included. The ways take turns, and the best of each counts. Those that are not ours are made here
-from the description of Megatron-LM's tools, without their import of Megatron, which takes seconds:
+included. The ways take turns, and the median of each counts; the pools, which take minutes, run
+once. Those that are not ours are made here from the description of Megatron-LM's tools, without
+their import of Megatron, which takes seconds:
 `pool and parent` is `preprocess_data.py` (a pool of workers that parse and tokenise 32 lines at a
 time, one parent that writes), `one call` is `preprocess_data_fast.py` (gigatoken's own file
 reader, the whole corpus in memory). Theirs give fewer tokens than ours where a document has the
@@ -16,12 +17,14 @@ import os
 import platform
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -33,6 +36,9 @@ from mixtron.data_prep.tokenizer_training import train_tokenizer
 DOCUMENT_CHARACTERS = 6_000
 TRAINED_DOCUMENTS = 1_000
 LINES_AT_ONCE = 32
+SLOW = "pool"
+MADE = "made"
+"""Folder of what a way writes, empty when it starts."""
 Encode = Callable[[str], list[int]]
 
 
@@ -48,14 +54,14 @@ def pool_and_parent(load: Callable[[str], Encode]) -> Callable[[Path, int], int]
         with (
             pool,
             open(folder / "corpus.jsonl", "rb") as lines,
-            open(folder / "p.bin", "wb") as out,
+            open(folder / MADE / "p.bin", "wb") as out,
         ):
             for ids in pool.imap(start.encode, lines, LINES_AT_ONCE):
                 document = np.array(ids, dtype=np.uint16)
                 out.write(document.tobytes(order="C"))
                 lengths.append(len(document))
                 tokens += len(document)
-        np.array(lengths, dtype=np.int32).tofile(folder / "p.idx")
+        np.array(lengths, dtype=np.int32).tofile(folder / MADE / "p.idx")
         return tokens
 
     return run
@@ -104,8 +110,8 @@ def one_call(folder: Path, workers: int) -> int:
     ends = ak.Array(np.zeros((len(documents), 1), dtype=np.uint32))
     documents = ak.concatenate([documents, ak.from_regular(ends)], axis=1)
     ids = ak.to_numpy(ak.flatten(documents)).astype(np.uint16)
-    ids.tofile(folder / "o.bin")
-    ak.to_numpy(ak.num(documents)).astype(np.int32).tofile(folder / "o.idx")
+    ids.tofile(folder / MADE / "o.bin")
+    ak.to_numpy(ak.num(documents)).astype(np.int32).tofile(folder / MADE / "o.idx")
     return len(ids)
 
 
@@ -114,10 +120,9 @@ def ours(name: str, backend: str) -> Callable[[Path, int], int]:
 
     def run(folder: Path, workers: int) -> int:
         recipe = Recipe(str(folder / "tokenizer"))
-        with tempfile.TemporaryDirectory(dir=folder) as output:
-            prefix = Path(output) / "ours"
-            build_all([folder / name], recipe, prefix, workers, backend=backend, progress=False)
-            return Shard(prefix).total_tokens
+        prefix = folder / MADE / "ours"
+        build_all([folder / name], recipe, prefix, workers, backend=backend, progress=False)
+        return Shard(prefix).total_tokens
 
     return run
 
@@ -135,13 +140,14 @@ WAYS: dict[str, Callable[[Path, int], int]] = {
 }
 
 
-def prepare(folder: Path, texts: list[Path], megabytes: int) -> int:
-    """Corpus, as JSON lines and as Parquet, plain and compressed, and a tokenizer of it; returns
-    bytes of text."""
+def prepare(final: Path, texts: list[Path], megabytes: int) -> None:
+    """Corpus, as JSON lines and as Parquet, plain and compressed, and a tokenizer of it."""
     import pyarrow as pa
     from pyarrow import parquet
     from zstandard import ZstdCompressor
 
+    folder = final.with_suffix(".tmp")
+    folder.mkdir(parents=True)
     documents, size = [], 0
     for text in _documents(texts):
         documents.append(text)
@@ -163,7 +169,8 @@ def prepare(folder: Path, texts: list[Path], megabytes: int) -> int:
     for codec, name in [("none", ""), ("snappy", ".snappy"), ("zstd", ".zstd")]:
         path = folder / f"corpus{name}.parquet"
         parquet.write_table(table, path, row_group_size=2000, compression=codec)
-    return size
+    (folder / "text_bytes").write_text(str(size))
+    folder.rename(final)
 
 
 def _documents(texts: list[Path]) -> Iterator[str]:
@@ -182,11 +189,15 @@ def _documents(texts: list[Path]) -> Iterator[str]:
 
 def measure(way: str, folder: Path, workers: int) -> tuple[float, float, int]:
     """Wall seconds, CPU seconds and tokens of one way, in a process of its own."""
+    shutil.rmtree(folder / MADE, ignore_errors=True)
+    (folder / MADE).mkdir()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     command = ["-m", "mixtron.data_prep.benchmark", "--way", way, "--folder", str(folder)]
-    # Compiled modules are kept, as they are where people work.
+    # Compiled modules are kept, as they are where people work; numpy's threads are off, as in
+    # `mixtron prep`.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment["OPENBLAS_NUM_THREADS"] = "1"
     run = subprocess.run(
         [sys.executable, *command, "--workers", str(workers)],
         env=environment,
@@ -202,41 +213,52 @@ def measure(way: str, folder: Path, workers: int) -> tuple[float, float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--text", nargs="*", type=Path, help="text files to make the corpus of")
-    parser.add_argument("--megabytes", type=int, default=400)
+    parser.add_argument("--text", nargs="*", type=Path, help="text files to make corpora of")
+    parser.add_argument("--megabytes", nargs="+", type=int, default=[400], help="of each corpus")
+    parser.add_argument("--corpora", type=Path, help="where corpora are kept for another time")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3, help="the best of so many counts")
+    parser.add_argument("--rounds", type=int, default=3, help="their median counts")
     parser.add_argument("--skip", nargs="*", choices=WAYS, default=[], help="ways to leave out")
-    parser.add_argument("--folder", type=Path, help="holds the corpus of an earlier start")
+    parser.add_argument("--prepare", action="store_true", help="make the corpora, no more")
+    parser.add_argument("--folder", type=Path, help="of the corpus of one way")
     parser.add_argument("--way", choices=WAYS)
     arguments = parser.parse_args()
     if arguments.way:
         print(WAYS[arguments.way](arguments.folder, arguments.workers))
         return
     ways = [way for way in WAYS if way not in arguments.skip]
+    print(f"{arguments.workers} workers, {os.cpu_count()} cores, Python", platform.python_version())
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        size = prepare(folder, arguments.text, arguments.megabytes) / 1e6
-        print(f"{size:.0f} MB of text, {arguments.workers} workers, {os.cpu_count()} cores,")
-        print(f"Python {platform.python_version()}, best of {arguments.rounds} rounds\n")
-        found = {way: [] for way in ways}
-        for turn in range(arguments.rounds):
-            for way in ways:
-                found[way].append(measure(way, folder, arguments.workers))
+        for megabytes in arguments.megabytes:
+            folder = (arguments.corpora or Path(temporary)) / f"{megabytes}-mb"
+            if not folder.exists():
+                prepare(folder, arguments.text, megabytes)
+            if not arguments.prepare:
+                _compare(folder, ways, arguments.workers, arguments.rounds)
+
+
+def _compare(folder: Path, ways: list[str], workers: int, rounds: int) -> None:
+    found = {way: [] for way in ways}
+    for turn in range(rounds):
+        for way in ways:
+            if turn == 0 or not way.startswith(SLOW):
+                found[way].append(measure(way, folder, workers))
                 load = os.getloadavg()[0]
                 print(f"round {turn + 1}, load {load:.0f}: {way}: {found[way][-1]}", flush=True)
-    _print_table(found, size)
+    _print_table(found, int((folder / "text_bytes").read_text()) / 1e6)
 
 
 def _print_table(found: dict[str, list[tuple[float, float, int]]], size: float) -> None:
-    print("\n| way | MB/s | times the first | MB per CPU second | times the first | tokens |")
+    print(f"\n{size:.0f} MB of text")
+    print("| way | MB/s | times the first | MB per CPU second | times the first | tokens |")
     print("|---|---|---|---|---|---|")
-    best = {way: tuple(map(min, zip(*runs, strict=True))) for way, runs in found.items()}
-    first = next(iter(best.values()))
-    for way, (seconds, cpu, tokens) in best.items():
+    medians = {way: tuple(map(median, zip(*runs, strict=True))) for way, runs in found.items()}
+    first = next(iter(medians.values()))
+    for way, (seconds, cpu, tokens) in medians.items():
         print(
             f"| {way} | {size / seconds:.1f} | {first[0] / seconds:.1f} "
-            f"| {size / cpu:.1f} | {first[1] / cpu:.1f} | {tokens:,} |"
+            f"| {size / cpu:.1f} | {first[1] / cpu:.1f} | {tokens:,.0f} |",
+            flush=True,
         )
 
 

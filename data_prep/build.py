@@ -21,6 +21,7 @@ from mixtron.data_prep.plan import (
 )
 from mixtron.data_prep.run import run_units
 from mixtron.data_prep.shards import shard_paths
+from mixtron.data_prep.tokenizer_base import Tokenizer
 from mixtron.data_prep.verify import verify
 
 
@@ -76,8 +77,9 @@ def build_all(
         WorkerError: a worker process died.
         Stopped: a signal asked to stop.
     """
-    plan_to(prefix, inputs, recipe)
-    run_units(prefix, workers, backend=backend, progress=progress)
+    tokenizer = recipe.load_tokenizer()
+    plan_to(prefix, inputs, recipe, tokenizer)
+    run_units(prefix, workers, backend=backend, progress=progress, tokenizer=tokenizer)
     merged = merge(prefix, progress)
     for one in merged:
         verify(one.output.prefix, progress)
@@ -85,13 +87,20 @@ def build_all(
     return merged
 
 
-def plan_to(prefix: str | Path, inputs: Sequence[str | Path], recipe: Recipe) -> Plan:
+def plan_to(
+    prefix: str | Path,
+    inputs: Sequence[str | Path],
+    recipe: Recipe,
+    tokenizer: Tokenizer | None = None,
+) -> Plan:
     """Makes a plan and writes it; a plan of changed inputs keeps the units it shares with it.
+
+    The arguments are those of `make_plan`.
 
     Raises:
         DataError: a shard is there that was built from something else.
     """
-    plan = make_plan([str(path) for path in inputs], recipe)
+    plan = make_plan([str(path) for path in inputs], recipe, tokenizer)
     same = plan_path(prefix).exists() and load_plan(prefix) == plan
     if not same:
         _refuse_existing(plan, prefix)

@@ -9,6 +9,9 @@ PLANES = 0x40000
 """Code points of the planes that have letters; the others hold tags and private use."""
 STRETCH = 1 << 20
 """Characters looked at together."""
+OLD, NEW, UNSEEN = 0, 1, 2
+_STATES = np.full(0x110000, UNSEEN, dtype=np.uint8)
+"""Of characters; looked up when first met, because all of them take as long as 8 MB of text."""
 
 
 def has_new_characters(text: str) -> bool:
@@ -19,10 +22,13 @@ def has_new_characters(text: str) -> bool:
     """
     if text.isascii():
         return False
-    new = _new_characters()
     for first in range(0, len(text), STRETCH):
         stretch = text[first : first + STRETCH].encode("utf-32-le", "surrogatepass")
-        if new[np.frombuffer(stretch, "<u4")].any():
+        codes = np.frombuffer(stretch, "<u4")
+        if (states := _STATES.take(codes)).max() == UNSEEN:
+            _look_at_blocks(codes[states == UNSEEN])
+            states = _STATES.take(codes)
+        if states.max() == NEW:
             return True
     return False
 
@@ -34,12 +40,14 @@ def character_class(major: str) -> str:
     return "".join(f"\\U{a:08x}-\\U{b - 1:08x}" for a, b in edges.reshape(-1, 2).tolist())
 
 
-@cache
-def _new_characters() -> np.ndarray:
-    """bool [code points]."""
-    new = np.zeros(0x110000, dtype=bool)
-    new[:PLANES] = [category == "Cn" for category in _categories()]
-    return new
+def _look_at_blocks(codes: np.ndarray) -> None:
+    """Fills in the states of these characters and of their neighbours."""
+    for first in np.unique(codes & ~np.uint32(255)).tolist():
+        new = [
+            code < PLANES and unicodedata.category(chr(code)) == "Cn"
+            for code in range(first, first + 256)
+        ]
+        _STATES[first : first + 256] = np.where(new, NEW, OLD)
 
 
 @cache

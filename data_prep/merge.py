@@ -1,6 +1,5 @@
 """Finished units into shards, one for each source, and one for what is held out of it."""
 
-import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mixtron.data_prep.background_digest import BackgroundDigest
 from mixtron.data_prep.errors import DataError
-from mixtron.data_prep.files import remove_leftovers
+from mixtron.data_prep.files import drop_from_memory, remove_leftovers
 from mixtron.data_prep.manifest import Manifest
 from mixtron.data_prep.outputs import Output, all_made, outputs_of
 from mixtron.data_prep.plan import Plan, load_plan
@@ -21,7 +21,7 @@ from mixtron.data_prep.shard_writer import ShardWriter
 from mixtron.data_prep.shards import Shard, shard_paths
 from mixtron.data_prep.unit import Receipt, unit_path
 
-BLOCK_TOKENS = 1 << 23
+BLOCK_TOKENS = 1 << 20
 """Tokens copied at once, unless one document has more."""
 
 
@@ -89,6 +89,8 @@ def _merge_one(
         for receipt in done:
             for tokens, lengths in _documents(receipt, writer.dtype, selection, output.held_out):
                 writer.add(tokens, lengths)
+            if output.held_out or not plan.recipe.held_out:  # nobody reads it again
+                drop_from_memory(unit_path(selection.folder, receipt.key, "bin"))
             advance(receipt.sizes["bin"], receipt.documents)
         counts = {
             "empty": sum(receipt.empty for receipt in done),
@@ -106,7 +108,7 @@ def _documents(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The kept documents of a unit, some at a time; its files are held against its receipt."""
     paths = {part: unit_path(selection.folder, receipt.key, part) for part in ("bin", "lengths")}
-    digests = {part: hashlib.sha256() for part in paths}
+    digests = {part: BackgroundDigest() for part in paths}
     with open(paths["bin"], "rb") as bin_file, open(paths["lengths"], "rb") as lengths_file:
         for keep in selection.blocks(receipt.key, held_out):
             content = lengths_file.read(4 * len(keep))

@@ -8,8 +8,8 @@ from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.formats import InputFile
 from mixtron.data_prep.storage import open_input
 
-BATCH_BYTES = 4 << 20
-"""Text that is parsed and tokenised at once; part of no output."""
+BATCH_BYTES = 1 << 20
+"""Text that is parsed and tokenised at once, small enough for a core's cache; part of no output."""
 BATCH_DOCUMENTS = 8192
 COUNTED_BYTES = 4 << 30
 """Line numbers are counted up to here in a file; beyond, a bad line is named by its byte."""

@@ -17,6 +17,7 @@ from mixtron.data_prep.formats import InputFile, describe
 from mixtron.data_prep.pieces import Piece, cut
 from mixtron.data_prep.storage import find_files, is_url, size_and_state
 from mixtron.data_prep.tokenizer import load_tokenizer
+from mixtron.data_prep.tokenizer_base import Tokenizer
 
 FORMAT_VERSION = 1
 SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 8 << 20, 1 << 30
@@ -59,6 +60,9 @@ class Recipe:
             raise DataError(f"held_out={self.held_out}: a share from 0 up to, not including, 1")
         if self.max_bad_lines < 0:
             raise DataError(f"max_bad_lines={self.max_bad_lines}: 0 or more")
+
+    def load_tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.tokenizer, self.eod_token, self.special_text)
 
     @property
     def needs_hashes(self) -> bool:
@@ -124,17 +128,18 @@ def plan_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.plan.json")
 
 
-def make_plan(inputs: Sequence[str], recipe: Recipe) -> Plan:
+def make_plan(inputs: Sequence[str], recipe: Recipe, tokenizer: Tokenizer | None = None) -> Plan:
     """Looks at every input and cuts them into units.
 
     Args:
         inputs: paths, folders, globs and URLs; `NAME=PATTERN` puts what it matches into a source
             of its own, which becomes a shard of its own.
+        tokenizer: that of the recipe, where it is loaded already.
 
     Raises:
         DataError: no files, an unknown format, or a tokenizer that cannot do what is asked.
     """
-    tokenizer = load_tokenizer(recipe.tokenizer, recipe.eod_token, recipe.special_text)
+    tokenizer = tokenizer or recipe.load_tokenizer()
     bos_id = None if recipe.bos_token is None else tokenizer.special_id(recipe.bos_token)
     files = [describe(file, source) for source, file in _files_by_source(inputs)]
     identity = {key: getattr(tokenizer, key) for key in ("type", "sha256", "vocab_size")}

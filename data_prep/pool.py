@@ -1,23 +1,37 @@
 """Processes that do units: given one at a time, they answer with progress and receipts."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mixtron.data_prep.errors import WorkerError
 from mixtron.data_prep.plan import Plan, Unit
+from mixtron.data_prep.tokenizer_base import Tokenizer
 from mixtron.data_prep.unit import Advance, Encoder, run_unit
+
+SAFE_THREADS = {"jemalloc_bg_thd"}
+"""Comes with pyarrow; jemalloc itself readies its threads and locks for a fork (pthread_atfork)."""
 
 
 def do_units(
-    plan: Plan, units: list[Unit], folder: Path, workers: int, backend: str, advance: Advance
+    plan: Plan,
+    units: list[Unit],
+    folder: Path,
+    workers: int,
+    backend: str,
+    advance: Advance,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Does units, each by one of `workers` processes; with one worker, in this process.
+
+    The arguments are those of `run_units`.
 
     Raises:
         DataError: the first that a worker meets, at once; the others are ended.
@@ -29,23 +43,27 @@ def do_units(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if workers > 1:
-        _do_in_processes(plan, units, folder, min(workers, len(units)), backend, advance)
+        workers = min(workers, len(units))
+        _do_in_processes(plan, units, folder, workers, backend, advance, tokenizer)
         return
-    encoder = Encoder(plan, backend)
+    encoder = Encoder(plan, backend, tokenizer)
     for unit in units:
         run_unit(unit, folder, plan, encoder, advance)
 
 
 def _do_in_processes(
-    plan: Plan, units: list[Unit], folder: Path, workers: int, backend: str, advance: Advance
+    plan: Plan,
+    units: list[Unit],
+    folder: Path,
+    workers: int,
+    backend: str,
+    advance: Advance,
+    tokenizer: Tokenizer | None,
 ) -> None:
     waiting = list(reversed(units))
-    # spawn: a forked child of this process, which has tokenised, may hang in its first batch.
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(workers)]
+    pipes = [multiprocessing.Pipe() for _ in range(workers)]
     connections, theirs = [ours for ours, _ in pipes], [end for _, end in pipes]
-    foreman = context.Process(target=_lead, args=(theirs, plan, folder, backend), daemon=True)
-    foreman.start()
+    foreman = _start_foreman(connections, (theirs, plan, folder, backend), tokenizer)
     for end in theirs:
         end.close()
     try:
@@ -62,14 +80,40 @@ def _do_in_processes(
                     busy.discard(connection)
     except BaseException:
         _kill(foreman)
+        foreman.join()
         raise
     finally:
-        for connection in connections:  # which ends idle workers, and the foreman after them
+        # This ends idle workers, and the foreman after them, which takes as long as to free their
+        # memory: nobody waits for it.
+        for connection in connections:
             connection.close()
-        foreman.join()
 
 
-def _kill(foreman: SpawnProcess) -> None:
+def _start_foreman(
+    connections: list[Connection], arguments: tuple, tokenizer: Tokenizer | None
+) -> BaseProcess:
+    """A fork of this process where that is safe, which then has all imports and the tokenizer."""
+    if has_threads():  # one of which may hold a lock that a forked child would wait for
+        context, inherited = multiprocessing.get_context("spawn"), (None, [])
+    else:
+        context, inherited = multiprocessing.get_context("fork"), (tokenizer, connections)
+    foreman = context.Process(target=_lead, args=(*arguments, *inherited), daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python counts the safe threads, too
+        foreman.start()
+    return foreman
+
+
+def has_threads() -> bool:
+    """Whether this process has threads, of Python or of any library, that a fork would lose."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            names.append((task / "comm").read_text().strip())
+    return sum(name not in SAFE_THREADS for name in names) > 1
+
+
+def _kill(foreman: BaseProcess) -> None:
     """Ends the foreman and its workers."""
     assert foreman.pid is not None
     try:
@@ -103,7 +147,14 @@ def _died() -> WorkerError:
     )
 
 
-def _lead(connections: list[Connection], plan: Plan, folder: Path, backend: str) -> None:
+def _lead(
+    connections: list[Connection],
+    plan: Plan,
+    folder: Path,
+    backend: str,
+    tokenizer: Tokenizer | None,
+    inherited: list[Connection],
+) -> None:
     """Imports and loads what workers need, once; forks them; waits for them.
 
     It has neither tokenised in parallel nor started threads: its forks are safe.
@@ -111,8 +162,12 @@ def _lead(connections: list[Connection], plan: Plan, folder: Path, backend: str)
     os.setpgid(0, 0)
     # The parent alone answers signals; workers end with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    for connection in inherited:
+        connection.close()
     try:
-        encoder = Encoder(plan, backend)
+        encoder = Encoder(plan, backend, tokenizer)
     except Exception as error:
         for connection in connections:
             connection.send(error)

@@ -1,7 +1,10 @@
 """One progress bar for the long jobs: bytes done, documents a second, time left."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+REFRESH_SECONDS = 0.1
 
 
 @contextmanager
@@ -31,14 +34,17 @@ def progress_bar(
         TextColumn("{task.fields[documents]:,} documents, {task.fields[rate]:,.0f}/s"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    # Drawn when it advances, not by a thread: a process without threads may fork its workers.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
         task = bar.add_task(name, total=total_bytes, documents=0, rate=0.0)
-        documents = 0
+        documents, drawn = 0, 0.0
 
         def advance(size: int, count: int) -> None:
-            nonlocal documents
+            nonlocal documents, drawn
             documents += count
             rate = documents / max(bar.tasks[0].elapsed or 0.0, 1e-3)
-            bar.update(task, advance=size, documents=documents, rate=rate)
+            due = (now := time.monotonic()) - drawn >= REFRESH_SECONDS
+            drawn = now if due else drawn
+            bar.update(task, advance=size, documents=documents, rate=rate, refresh=due)
 
         yield advance

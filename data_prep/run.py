@@ -13,6 +13,7 @@ from mixtron.data_prep.outputs import all_made
 from mixtron.data_prep.plan import Plan, load_plan
 from mixtron.data_prep.pool import do_units
 from mixtron.data_prep.progress import progress_bar
+from mixtron.data_prep.tokenizer_base import Tokenizer
 from mixtron.data_prep.unit import Receipt, read_receipt
 
 BACKENDS = ("plain", "gigatoken")
@@ -80,6 +81,7 @@ def run_units(
     share: Share | None = None,
     backend: str = "plain",
     progress: bool = True,
+    tokenizer: Tokenizer | None = None,
 ) -> int:
     """Does the units of `PREFIX.plan.json` that have no receipt yet; returns how many it did.
 
@@ -87,6 +89,7 @@ def run_units(
         workers: processes that tokenise.
         share: the part of the units to do; None does all.
         backend: `plain`, or `gigatoken`, which gives the same ids faster.
+        tokenizer: that of the plan's recipe, where it is loaded already.
 
     Raises:
         DataError: bad input, with file and line; or too many bad lines.
@@ -118,7 +121,7 @@ def run_units(
             refuse_too_many(rejected, plan)
 
         passed(sum(unit.bytes for unit in mine if receipts[unit.key]), 0, 0)
-        do_units(plan, left, folder, workers, backend, passed)
+        do_units(plan, left, folder, workers, backend, passed, tokenizer)
     return len(left)
 
 

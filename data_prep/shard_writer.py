@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mixtron.data_prep.background_digest import BackgroundDigest
 from mixtron.data_prep.errors import DataError
-from mixtron.data_prep.files import flush_to_disk, sync_folder, temporary_name
+from mixtron.data_prep.files import flush_to_disk, sync_folder, temporary_name, write_ahead
 from mixtron.data_prep.manifest import Manifest
 from mixtron.data_prep.shards import DTYPE_CODES, HEADER, MAGIC, VERSION, shard_paths, token_dtype
 
@@ -47,7 +48,7 @@ class ShardWriter:
         self.cardinality, self.eod_id, self.tokenizer = cardinality, eod_id, tokenizer
         self.bos_id, self.special_text = bos_id, special_text
         self.documents, self.tokens, self.max_id, self.longest_document = 0, 0, -1, 0
-        self._bin_sha256 = hashlib.sha256()
+        self._bin_sha256 = BackgroundDigest()
         self._paths[0].parent.mkdir(parents=True, exist_ok=True)
         self._temporaries = [temporary_name(path) for path in self._paths]
         self._bin = open(self._temporaries[0], "xb")  # noqa: SIM115
@@ -87,7 +88,7 @@ class ShardWriter:
                 f"{self.cardinality}"
             )
         data = np.ascontiguousarray(tokens, dtype=self.dtype.newbyteorder("<")).data
-        self._bin.write(data)
+        write_ahead(self._bin, data)
         self._bin_sha256.update(data)
         self._idx.write(lengths.astype("<i4").data)
         self.documents += len(lengths)

@@ -9,11 +9,13 @@ import pyarrow as pa
 import pyarrow.ipc
 from pyarrow import parquet
 
-from mixtron.data_prep import pieces
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.formats import InputFile
 from mixtron.data_prep.pieces import Batch, Piece, Rejected
 from mixtron.data_prep.storage import is_url, open_input
+
+READ_BYTES, READ_ROWS = 4 << 20, 8192
+"""Read at once. The digest of a table goes by such parts, so manifests depend on them."""
 
 
 def group_bytes(file: InputFile, text_keys: tuple[str, ...]) -> list[int]:
@@ -39,21 +41,32 @@ def group_bytes(file: InputFile, text_keys: tuple[str, ...]) -> list[int]:
 
 def read_table(piece: Piece, text_keys: tuple[str, ...], digest: Any) -> Iterator[Batch]:
     """The rows of a piece; a null or invalid text is a bad row."""
-    row = 0
+    first = 1
     with _opened(piece.file) as table:
         for columns, taken in _columns(table, piece, text_keys):
             batch = Batch(lines=len(columns[0]), input_bytes=taken)
-            rows = zip(*(_strings(column, digest) for column in columns), strict=True)
-            for parts in rows:
-                row += 1
-                bad = [i for i, part in enumerate(parts) if not isinstance(part, str)]
-                if bad:
-                    reason = "null" if (invalid := parts[bad[0]]) is None else invalid.decode()
-                    batch.rejected.append(Rejected(row, f"column {text_keys[bad[0]]!r}: {reason}"))
-                else:
-                    batch.texts.append("\n\n".join(parts))
-                    batch.numbers.append(row)
+            texts: list[list[Any]] = [_strings(column, digest) for column in columns]
+            numbers = range(first, first + batch.lines)
+            first += batch.lines
+            if len(texts) == 1 and set(map(type, texts[0])) == {str}:
+                batch.texts, batch.numbers = texts[0], list(numbers)
+            else:
+                _add_rows(batch, texts, numbers, text_keys)
             yield batch
+
+
+def _add_rows(
+    batch: Batch, texts: list[list[str | bytes | None]], numbers: range, text_keys: tuple[str, ...]
+) -> None:
+    """Of several columns, or with bad rows among them."""
+    for row, parts in zip(numbers, zip(*texts, strict=True), strict=True):
+        bad = [i for i, part in enumerate(parts) if not isinstance(part, str)]
+        if bad:
+            reason = "null" if (invalid := parts[bad[0]]) is None else invalid.decode()
+            batch.rejected.append(Rejected(row, f"column {text_keys[bad[0]]!r}: {reason}"))
+        else:
+            batch.texts.append("\n\n".join(parts))
+            batch.numbers.append(row)
 
 
 @contextmanager
@@ -113,7 +126,7 @@ def _columns(
 
 
 def _rows_at_once(rows: int, size: int) -> int:
-    return max(1, min(pieces.BATCH_DOCUMENTS, pieces.BATCH_BYTES * rows // max(size, 1)))
+    return max(1, min(READ_ROWS, READ_BYTES * rows // max(size, 1)))
 
 
 def _strings(column: pa.Array, digest: Any) -> list[str | bytes | None]:

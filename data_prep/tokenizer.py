@@ -155,8 +155,8 @@ class HuggingFaceTokenizer(Tokenizer):
         """Some vocabularies list special tokens as plain pieces too, and so produce them."""
         unknown = getattr(self.library.model, "unk_token", None)
         control = {i for token, i in self.special.items() if token != unknown}
-        for token, ids in zip(self.special, self.encode_batch(list(self.special)), strict=True):
-            if control.intersection(ids.tolist()):
+        for token in self.special:  # one by one: a batch would start the library's threads
+            if control.intersection(self.library.encode(token, add_special_tokens=False).ids):
                 raise DataError(
                     f"{path}: the text {token!r} in a document would become that special token, "
                     "because the vocabulary also has it as a plain piece; use the SentencePiece "

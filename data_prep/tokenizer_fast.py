@@ -7,12 +7,16 @@ import orjson
 
 from mixtron.data_prep.characters import has_new_characters
 from mixtron.data_prep.errors import DataError
-from mixtron.data_prep.tokenizer import load_tokenizer
-from mixtron.data_prep.tokenizer_base import CheckedTokenizer
+from mixtron.data_prep.tokenizer_base import CheckedTokenizer, Tokenizer
 
 
 class GigatokenTokenizer(CheckedTokenizer):
     """A tokenizer encoded by gigatoken; all else is the plain tokenizer's.
+
+    Args:
+        plain: the same tokenizer by the library that defines it.
+        path: of its file or folder.
+        special_text: see `load_tokenizer`.
 
     Raises:
         DataError: gigatoken is not installed, or cannot do this tokenizer; it never guesses.
@@ -20,8 +24,8 @@ class GigatokenTokenizer(CheckedTokenizer):
 
     engine, advice = "gigatoken", "use --backend plain, and report it"
 
-    def __init__(self, path: str | Path, eod_token: str | None, special_text: bool) -> None:
-        super().__init__(load_tokenizer(path, eod_token, special_text))
+    def __init__(self, plain: Tokenizer, path: str | Path, special_text: bool) -> None:
+        super().__init__(plain)
         path = Path(path)
         try:
             import gigatoken
@@ -31,16 +35,15 @@ class GigatokenTokenizer(CheckedTokenizer):
             ) from None
         try:
             content = _prepared(_as_json(path, self.type), special_text)
-            self._engine = gigatoken.Tokenizer.from_json(content)
+            self._encode = gigatoken.Tokenizer.from_json(content).backend.encode
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise DataError(f"{path}: gigatoken cannot do it ({reason}); use plain") from None
 
     def encode_each(self, texts: list[str]) -> list[np.ndarray]:
         # One by one is as fast as a batch, which would import awkward: a second for each worker.
-        engine = self._engine.encode
         return [
-            self.plain.encode_each([text])[0] if has_new_characters(text) else engine(text)
+            self.plain.encode_each([text])[0] if has_new_characters(text) else self._encode(text)
             for text in texts
         ]
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -9,15 +10,19 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-import psutil
 
 from mixtron.data_prep.errors import DataError
-from mixtron.data_prep.files import flush_to_disk, remove_leftovers, sync_folder, temporary_name
+from mixtron.data_prep.files import (
+    flush_to_disk,
+    remove_leftovers,
+    sync_folder,
+    temporary_name,
+    write_ahead,
+)
 from mixtron.data_prep.pieces import Batch, Piece, Rejected, entry, place
 from mixtron.data_prep.plan import Plan, Recipe, Unit, check_unchanged
 from mixtron.data_prep.readers import read_piece
 from mixtron.data_prep.shards import token_dtype
-from mixtron.data_prep.tokenizer import load_tokenizer
 from mixtron.data_prep.tokenizer_base import CheckedTokenizer, Tokenizer
 from mixtron.data_prep.tokenizer_fast import GigatokenTokenizer
 from mixtron.data_prep.tokenizer_words import remember_words
@@ -57,15 +62,20 @@ class Receipt:
 
 
 class Encoder:
-    """A worker's tokenizer, and how documents become tokens."""
+    """A worker's tokenizer, and how documents become tokens.
 
-    def __init__(self, plan: Plan, backend: str) -> None:
-        self._recipe, self._backend = plan.recipe, backend
+    Args:
+        tokenizer: the plain one of the plan's recipe, where it is loaded already.
+
+    Raises:
+        DataError: not the tokenizer of the plan, or not one for this backend.
+    """
+
+    def __init__(self, plan: Plan, backend: str, tokenizer: Tokenizer | None = None) -> None:
+        self._plan, self._backend = plan, backend
         self._before, self._after = _special(plan.bos_id), _special(plan.eod_id)
-        self.tokenizer = self._load()
+        self.tokenizer = self._load(tokenizer)
         self._loaded_rss = _rss_bytes()
-        if self.tokenizer.sha256 != plan.tokenizer["sha256"]:
-            raise DataError(f"{plan.recipe.tokenizer}: changed since it was planned; plan again")
         names = {i: name for name, i in self.tokenizer.special.items()}
         self.eod_text = names[self.tokenizer.eod_id]
 
@@ -92,16 +102,19 @@ class Encoder:
             self.tokenizer = self._load()
             self._loaded_rss = _rss_bytes()
 
-    def _load(self) -> Tokenizer:
-        recipe = self._recipe
-        asked = recipe.tokenizer, recipe.eod_token, recipe.special_text
+    def _load(self, plain: Tokenizer | None = None) -> Tokenizer:
+        recipe = self._plan.recipe
+        plain = plain or recipe.load_tokenizer()
+        if plain.sha256 != self._plan.tokenizer["sha256"]:
+            raise DataError(f"{recipe.tokenizer}: changed since it was planned; plan again")
         if self._backend == "gigatoken":
-            return GigatokenTokenizer(*asked)
-        return remember_words(load_tokenizer(*asked))
+            return GigatokenTokenizer(plain, recipe.tokenizer, recipe.special_text)
+        return remember_words(plain)
 
 
 def _rss_bytes() -> int:
-    return psutil.Process().memory_info().rss
+    with open("/proc/self/statm", "rb") as f:
+        return int(f.read().split()[1]) * mmap.PAGESIZE
 
 
 def _special(token: int | None) -> list[np.ndarray]:
@@ -265,5 +278,5 @@ class _UnitFiles:
         return receipt
 
     def _write(self, part: str, content: bytes | memoryview) -> None:
-        self._open[part].write(content)
+        write_ahead(self._open[part], content)
         self._digests[part].update(content)

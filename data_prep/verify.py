@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mixtron.data_prep.background_digest import BackgroundDigest
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.manifest import Manifest
 from mixtron.data_prep.progress import progress_bar
@@ -73,7 +74,7 @@ def read_contents(prefix: str | Path, progress: bool = True) -> Contents:
     dtype, documents = read_header(idx_path)
     size = bin_path.stat().st_size
     with progress_bar("verify", size, show=progress) as advance:
-        digest, max_id = hashlib.sha256(), -1
+        digest, max_id = BackgroundDigest(), -1
         with open(bin_path, "rb") as f:
             while block := f.read(4 * BLOCK):
                 if len(block) % dtype.itemsize:

@@ -1,5 +1,6 @@
 """The `mixtron` command."""
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -98,6 +99,8 @@ def mount_parts() -> None:
 
 def main() -> None:
     """Runs the command; an error a person can mend is one line and its exit code."""
+    if sys.argv[1:2] == ["prep"]:  # numpy's threads, of no use there, would forbid to fork workers
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     mount_parts()
     try:
         app()

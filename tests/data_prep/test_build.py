@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 
@@ -19,7 +20,7 @@ import pytest
 import zstandard
 from ruamel.yaml import YAML
 
-from mixtron.data_prep import plan, selection
+from mixtron.data_prep import plan, pool, selection
 from mixtron.data_prep.build import build, build_all, plan_to
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.merge import merge
@@ -89,12 +90,17 @@ def test_the_same_bytes_for_any_number_of_workers(tmp_path, small_units, sentenc
     (tmp_path / "a.txt").write_text("first of all")
     (tmp_path / "d.txt").write_text("last of all")
     inputs = [tmp_path / "c.jsonl", f"{tmp_path}/[abd].*"]
-    content = []
+    content, ended = [], threading.Event()
     for workers in (1, 2, 7):
         manifest = run_build(
             inputs, sentencepiece_model, tmp_path / str(workers) / "out", workers=workers
         )
         content.append(shards_in(tmp_path / str(workers)))
+        if workers == 2:  # a process with threads does not fork its workers
+            thread = threading.Thread(target=ended.wait, daemon=True)
+            thread.start()
+            assert pool.has_threads()
+    ended.set()
     assert len(content[0]) == 3
     assert content[0] == content[1] == content[2]
     names = dict.fromkeys(entry["file"].rpartition("/")[2] for entry in manifest.inputs)
@@ -378,12 +384,11 @@ def _start_long_build(tmp_path, tokenizer) -> subprocess.Popen:
 
 
 def _workers_of(process: subprocess.Popen) -> list[psutil.Process]:
-    """The forked children of the process that loads what they need."""
-    return [
-        worker
-        for foreman in psutil.Process(process.pid).children()
-        for worker in foreman.children()
-    ]
+    """The forked children of the process that loads what they need, itself a fork of the build."""
+    build = psutil.Process(process.pid)
+    (foreman,) = build.children()
+    assert foreman.cmdline() == build.cmdline()
+    return foreman.children()
 
 
 def test_a_killed_worker_ends_the_build_within_seconds(tmp_path, sentencepiece_model):

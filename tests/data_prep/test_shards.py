@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mixtron.data_prep import shard_writer
+from mixtron.data_prep.background_digest import SMALLEST_BYTES, BackgroundDigest
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.shard_writer import ShardWriter
 from mixtron.data_prep.shards import HEADER, Shard
@@ -195,3 +196,12 @@ print((writing - before) / 5e6, (peak_bytes() - before) / 5e6)
     while_writing, with_index = map(float, run.stdout.split())
     assert while_writing < 1
     assert with_index < 24
+
+
+def test_a_digest_beside_other_work():
+    blocks = [bytes([size % 251]) * size for size in (10, SMALLEST_BYTES, 3 * SMALLEST_BYTES, 0, 7)]
+    digest = BackgroundDigest()
+    for block in blocks:
+        digest.update(np.frombuffer(block, dtype=np.uint8).data)
+    assert digest.hexdigest() == hashlib.sha256(b"".join(blocks)).hexdigest()
+    assert digest.hexdigest() == digest.hexdigest()

@@ -6,7 +6,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from mixtron.data_prep import pieces
+from mixtron.data_prep import tables
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.formats import describe
 from mixtron.data_prep.pieces import cut
@@ -53,13 +53,21 @@ def test_all_rows_in_order_however_cut(tmp_path, monkeypatch, suffix, kind):
     file = write(tmp_path / f"a{suffix}", table)
     whole, (digest,) = read(file)
     assert texts_of(whole) == TEXTS
-    monkeypatch.setattr(pieces, "BATCH_BYTES", 500)
+    monkeypatch.setattr(tables, "READ_BYTES", 500)
     assert read(file)[0] != whole
     got, digests = read(file, unit_bytes=10_000)
     assert texts_of(got) == TEXTS
     assert len(got) > 3 or suffix == ".arrow"
     assert digest != hashlib.sha256().hexdigest()
     assert len(set(digests)) == len(digests)
+
+
+def test_manifests_keep_the_digests_of_tables(tmp_path):
+    """They go by the parts that are read at once, which therefore stay as large as they are."""
+    texts = [chr(97 + i) * 100_000 for i in range(26)] * 4
+    pa.parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    _, (digest,) = read(str(tmp_path / "a.parquet"))
+    assert digest == "1b1db6d81aae8bc6d82ed97fa8f9c7718ffe8488b87ec4a594fd71c0ad9a37f3"
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".feather", ".arrow"])

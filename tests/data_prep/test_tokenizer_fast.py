@@ -104,7 +104,8 @@ def cl100k_like(tmp_path_factory):
 @pytest.mark.parametrize("which", ["bytelevel_folder", "cl100k_like", "sentencepiece_model"])
 def test_random_unicode_gives_the_same_ids(request, which):
     path = request.getfixturevalue(which)
-    fast, plain = GigatokenTokenizer(path, None, False), load_tokenizer(path)
+    plain = load_tokenizer(path)
+    fast = GigatokenTokenizer(plain, path, False)
     texts = random_texts(4000, seed=7) + [file.read_text() for file in speeches()[20:23]]
     got, expected = fast.encode_batch(texts), plain.encode_batch(texts)
     wrong = [t for t, a, b in zip(texts, got, expected, strict=True) if a.tolist() != b.tolist()]
@@ -126,7 +127,7 @@ def test_every_character_is_taken_for_a_letter_or_not_by_both(tmp_path):
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.add_special_tokens(["<|endoftext|>"])
     library.save(str(tmp_path / "tokenizer.json"))
-    fast = GigatokenTokenizer(tmp_path, "<|endoftext|>", False)
+    fast = GigatokenTokenizer(load_tokenizer(tmp_path, "<|endoftext|>"), tmp_path, False)
     assert fast.encode_batch(["\ua7ce", "a"])[0].tolist() == [0xEA, 0x9F, 0x8E]
     codes = [c for c in range(0x80, 0x33500) if not 0xD800 <= c < 0xE000]
     blocks = [codes[i : i + 16] for i in range(0, len(codes), 16)]
@@ -164,8 +165,9 @@ def test_another_id_is_noticed_in_every_unit(tmp_path, monkeypatch, bytelevel_fo
 
 def test_what_gigatoken_cannot_do_is_refused(tmp_path):
     train_tokenizer(speeches()[:4], 600, "unigram", tmp_path / "u.model", progress=False)
+    path = tmp_path / "u.model"
     with pytest.raises(DataError, match=r"u\.model: gigatoken cannot do it .*; use plain"):
-        GigatokenTokenizer(tmp_path / "u.model", None, False)
+        GigatokenTokenizer(load_tokenizer(path), path, False)
     recipe = Recipe(str(tmp_path / "u.model"))
     with pytest.raises(DataError, match="use plain"):  # told by the one that loads for all workers
         build_all(speeches()[:200], recipe, tmp_path / "x", 2, backend="gigatoken", progress=False)
@@ -175,12 +177,14 @@ def test_what_gigatoken_cannot_do_is_refused(tmp_path):
 def test_added_tokens(tmp_path, cl100k_like, option):
     library = Tokenizer.from_file(str(cl100k_like / "tokenizer.json"))
     library.add_tokens([AddedToken("hello", **option), AddedToken("    ")])
-    library.save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "tokenizer.json"
+    library.save(str(path))
+    plain = load_tokenizer(path, "<|endoftext|>")
     if option:
         with pytest.raises(DataError, match="the added token 'hello' depends on what surrounds"):
-            GigatokenTokenizer(tmp_path / "tokenizer.json", "<|endoftext|>", False)
+            GigatokenTokenizer(plain, path, False)
         return
-    fast = GigatokenTokenizer(tmp_path / "tokenizer.json", "<|endoftext|>", False)
+    fast = GigatokenTokenizer(plain, path, False)
     fast.check(["say hello", "hellohello", "a    b", "hell o", "x<|endoftext|>y"], "here")
 
 
