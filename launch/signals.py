@@ -40,6 +40,8 @@ class StopFlag:
     """Set by SIGTERM or SIGUSR1 in the main process; a second signal changes nothing.
 
     Made first thing in a rank, before the seconds of importing torch, when signals would kill it.
+    The signals are blocked and looked for: LLVM, by which Triton compiles a kernel, puts handlers
+    of its own in the place of Python's, and SIGUSR1 would never be heard of again.
     """
 
     deadline_s: float | None = None
@@ -49,7 +51,9 @@ class StopFlag:
         self.signal: int | None = None
         self._pid = os.getpid()
         self._started_s = time.monotonic()
+        # A thread that was there before does not block them, and hears of them by the handler.
         hear(self._receive)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     def _receive(self, number: int, frame) -> None:
         if os.getpid() == self._pid and self.signal is None:
@@ -61,6 +65,9 @@ class StopFlag:
 
     def requested(self) -> bool:
         """Whether this rank alone was asked to stop."""
+        received = signal.sigtimedwait(STOP_SIGNALS, 0)
+        if received is not None and self.signal is None:
+            self.signal = received.si_signo
         late = self.deadline_s is not None and time.monotonic() > self.deadline_s
         return self.signal is not None or late
 

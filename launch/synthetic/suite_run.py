@@ -26,7 +26,7 @@ class Worker:
     def __init__(self, suite: SuiteConfig, cells: list[Cell]) -> None:
         self.suite, self.cells = suite, cells
         self.stop = StopFlag()
-        """The newest: each run has one of its own, which takes the signals over."""
+        """The newest: each run has one of its own."""
 
     def work(self) -> int:
         """Returns the exit code. A run that fails is reported, and the others go on."""
@@ -61,7 +61,7 @@ class Worker:
         with open(cell.run_dir / "log.txt", "a") as log, contextlib.redirect_stdout(log):
             try:
                 run = prepare(cell.config, *open_data(cell.config)[1:])
-                if self.stop.signal is not None:  # received before the run's own flag was set up
+                if self.stop.requested():  # received before the run's own flag was set up
                     return None
                 self.stop = run.stop
                 if train(run) != exit_codes.FINISHED:
@@ -73,7 +73,7 @@ class Worker:
     def evaluate(self, cell: Cell, run: Run) -> list[dict] | None:
         rows = []
         for setting in cell.settings:
-            if run.stop.signal is not None:
+            if run.stop.requested():
                 return None
             rows += evaluate_settings(
                 run.wrapped[0],

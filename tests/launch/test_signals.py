@@ -4,6 +4,9 @@ import os
 import signal
 
 import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
 from mixtron.launch.checkpoint_files import list_checkpoints
 from tests.helpers.ranks import run_on_ranks
@@ -51,6 +54,8 @@ def run_with_signal(config_path: str, moment: str) -> tuple[int, int, int, int]:
             code = loop.train(run)
         except Stopped as stopped:
             return stopped.exit_code, 0, counts["save"], counts["evaluate"]
+        finally:
+            stop.requested()  # takes the signal that came too late to be looked for
     return code, run.progress.step, counts["save"], counts["evaluate"]
 
 
@@ -70,3 +75,30 @@ def test_a_signal_to_one_rank_is_heard_everywhere(corpus, tmp_path, moment, step
     assert run_on_ranks(2, run_with_signal, str(config), moment) == [expected] * 2
     found = list_checkpoints(tmp_path / "run" / "checkpoints") if saves else []
     assert [(c.step, c.complete) for c in found] == [(step, True)] * saves
+
+
+@triton.jit
+def add_kernel(x_T, TOKENS: tl.constexpr):
+    token_T = tl.arange(0, TOKENS)
+    tl.store(x_T + token_T, tl.load(x_T + token_T) + 1)
+
+
+def signal_after_a_compilation(number: int, cache: str) -> int | None:
+    """What the flag was set by."""
+    from mixtron.launch.signals import StopFlag
+
+    stop = StopFlag()
+    signature = {"x_T": "*fp32", "TOKENS": "constexpr"}
+    source = triton.compiler.ASTSource(add_kernel, signature, {"TOKENS": 32})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", cache)
+        triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    os.kill(os.getpid(), number)
+    stop.requested()
+    return stop.signal
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_is_heard_though_triton_has_compiled_a_kernel(tmp_path, number):
+    """Its LLVM puts handlers of its own in the place of all others."""
+    assert run_on_ranks(1, signal_after_a_compilation, number, str(tmp_path)) == [number]

@@ -238,7 +238,7 @@ heartbeat.set_limits({"step": 1.0, "save": 60.0})
 heartbeat.beat(sys.argv[1], 3)
 if heartbeat.stop_requested():
     sys.exit(75)
-while stop.signal is None:
+while not stop.requested():
     time.sleep(0.05)
 sys.exit(75)
 """
