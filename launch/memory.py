@@ -209,6 +209,8 @@ def _layer_bytes(config: RunConfig, name: str) -> float:
     kept += mixer.activation_bytes_per_token(model.hidden_size, tensor, element)
     if "conv" in recomputed:
         kept -= mixer.convolution_bytes_per_token(tensor, element)
+    if "gate" in recomputed:
+        kept -= mixer.gated_bytes_per_token(element)
     if config.parallel.context > 1:
         kept += mixer.context_bytes_kept(*_context_shape(config)) / micro_batch_tokens(config)
     return kept + _mlp_bytes(config)
@@ -228,12 +230,13 @@ def _layer_backward(config: RunConfig, stage: int) -> float:
     # Gradients of the residual stream and of SwiGLU's input and output, which is gone itself.
     mlp = tokens * (_residual_bytes(config) + 2 * model.ffn_hidden_size * element / tensor)
     recomputed, normed = config.training.recomputed, tokens * _residual_bytes(config)
-    again = normed if "norm" in recomputed else 0.0
+    # A product writes its factor over the factor's gradient; where layers are split it does not.
+    again = normed if "norm" in recomputed and tensor > 1 else 0.0
     mlp += again
     if "mlp_act" in recomputed:
         mlp += tokens * model.ffn_hidden_size * element / tensor
     # The mixer's turn comes when what the MLP and its norm kept is gone.
-    gone = tokens * _mlp_bytes(config) + normed - again
+    gone = tokens * _mlp_bytes(config) + (0.0 if "norm" in recomputed else normed)
     needs = []
     for name in dict.fromkeys(layers_of_stage(config, stage)):
         mixer = config.mixers[name]
@@ -242,6 +245,8 @@ def _layer_backward(config: RunConfig, stage: int) -> float:
             working += mixer.context_bytes_needed(*_context_shape(config))
         if "conv" in recomputed:
             working += tokens * mixer.convolution_bytes_per_token(tensor, element)
+        if "gate" in recomputed:
+            working += tokens * mixer.gated_bytes_per_token(element)
         need = max(mlp, working + again - gone)
         if config.training.recompute == "full":
             need += tokens * _layer_bytes(config, name)

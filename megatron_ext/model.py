@@ -28,10 +28,13 @@ from torch import Tensor, nn
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.config import ModelConfig, ParallelConfig
 from mixtron.megatron_ext.layers import (
+    Column,
     LayerNorm,
     ParallelResidualLayer,
     ResidualLayer,
+    ResidualNorm,
     RMSNorm,
+    Row,
     SwiGLUMLP,
 )
 from mixtron.megatron_ext.mixers import mixer_module
@@ -149,6 +152,8 @@ def build_model(
             layers: Any = chunk.decoder.layers
             for layer in layers:
                 layer.mlp.__class__ = SwiGLUMLP
+                layer.mlp.linear_fc1.__class__ = Column
+                layer.mlp.linear_fc2.__class__ = Row
         if chunk.post_process:
             chunk.output_layer.__class__ = OutputLayer  # type: ignore[assignment]
         _declare_library_parameters(chunk, model)
@@ -175,16 +180,17 @@ def _layer_specs(
     for name in model.layer_mixers[first : first + count]:
         mixer = mixers[name]
         spec: Any = copy.deepcopy(base)
+        norm = NORMS[model.norm]
         if model.parallel_residual:
             spec.module = ParallelResidualLayer
         elif model.norm == "rmsnorm" and model.dropout == 0:
-            spec.module = ResidualLayer
+            spec.module, norm = ResidualLayer, ResidualNorm
         spec.submodules.self_attention = ModuleSpec(
             module=mixer_module(mixer.type),
             params={"mixer": mixer},
         )
-        spec.submodules.input_layernorm = NORMS[model.norm]
-        spec.submodules.pre_mlp_layernorm = NORMS[model.norm]
+        spec.submodules.input_layernorm = norm
+        spec.submodules.pre_mlp_layernorm = norm
         # The library renames its norms for Transformer Engine's sake; ours keep their names.
         spec.submodules.sharded_state_dict_keys_map = {}
         specs.append(spec)

@@ -48,7 +48,7 @@ def wrap_model(
             )
         )
         wrapped[-1].broadcast_params()
-        if not chunk.config.recomputed:
+        if parallel.tensor == 1 or not chunk.config.recomputed:
             add_in_products(chunk)
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads

@@ -36,7 +36,7 @@ MEASURED = {path.stem: (path.stem, []) for path in sorted(CONFIGS.glob("debug_*.
     "recompute": ("kla_400m", ["model.layers=4", "training.recompute=full"]),
     "recompute_parts": (
         "kla_400m",
-        ["model.layers=2", "training.recompute=[norm, conv, mlp_act]"],
+        ["model.layers=2", "training.recompute=[norm, conv, gate, mlp_act]"],
     ),
 }
 

@@ -65,7 +65,11 @@ def trained(name: str, overrides: list[str], layer_graphs: bool = False) -> tupl
 
 @pytest.mark.parametrize(
     ("world", "overrides"),
-    [(1, ["logging.every_steps=2"]), (2, []), (1, ["training.recompute=[norm, conv, mlp_act]"])],
+    [
+        (1, ["logging.every_steps=2"]),
+        (2, []),
+        (1, ["training.recompute=[norm, conv, gate, mlp_act]"]),
+    ],
     ids=["one", "data 2", "recompute"],
 )
 def test_no_bit_differs(world, overrides):
