@@ -199,7 +199,7 @@ def gates_case() -> Case:
     def form(backend):
         def op(joined, rate, bias):
             wide = torch.promote_types(joined.dtype, torch.float32)
-            decay, step = joined[..., 2:8], joined[..., 12:18]
+            _, decay, _, step, _ = split(joined, [2, 6, 4, 6, 2])
             options = rate.to(wide), bias.to(wide)
             return torch.cat(decay_and_step_size(decay, step, *options, backend=backend))
 
