@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mixtron.launch.config import RunConfig
 from mixtron.launch.data import AnySample
-from mixtron.megatron_ext.batch import Batch, make_batch
+from mixtron.megatron_ext.batch import Batch, make_batch, sent
 from mixtron.megatron_ext.deepspeed_engine import ZeroModel
 from mixtron.megatron_ext.model import forward
 from mixtron.megatron_ext.parallel import Ranks
@@ -54,8 +54,7 @@ def collate(
     mine = slice(ranks.context_rank * share, (ranks.context_rank + 1) * share)
 
     def local(arrays: Iterable[np.ndarray]) -> Tensor:
-        stream = torch.from_numpy(np.concatenate(list(arrays))[mine])
-        return stream[None].to(ranks.device, non_blocking=True)
+        return sent(torch.from_numpy(np.concatenate(list(arrays))[mine])[None], ranks.device)
 
     mask_BT = local(s.label_mask for s in samples)
     if scalars is not None:
@@ -79,7 +78,8 @@ def run_micro_batches(
         their number, over all ranks; equal on every rank.
     """
     for chunk in wrapped:
-        chunk.train(train)
+        if chunk.training != train:  # it goes through every module, while the GPU waits
+            chunk.train(train)
     tokens = ranks.context_size * micro_batches[0].tokens_BT.shape[1]
 
     def forward_step(iterator, chunk):

@@ -27,7 +27,9 @@ def wrap_model(
     chunks: list, parallel: ParallelConfig, ranks: Ranks
 ) -> list[DistributedDataParallel]:
     """Puts each chunk's gradients into contiguous fp32 buffers that are reduced over data ranks."""
-    overlap = parallel.overlap and ranks.device.type == "cuda"
+    # A rank alone has nothing to send, and calls that send nothing keep the GPU waiting.
+    several = ranks.groups.dp_cp.size() > 1
+    overlap = parallel.overlap and ranks.device.type == "cuda" and several
     wrapped = []
     for i, chunk in enumerate(chunks):
         config = DistributedDataParallelConfig(

@@ -25,8 +25,12 @@ class RandomDocuments:
         self.sequence_length, self.vocab_size, self.drawn = sequence_length, vocab_size, 0
 
     def next(self, count: int) -> list[int]:
-        first, self.drawn = self.drawn, self.drawn + count
-        return list(range(first, self.drawn))
+        plan = self.upcoming(count)
+        self.drawn += count
+        return plan
+
+    def upcoming(self, count: int) -> list[int]:
+        return list(range(self.drawn, self.drawn + count))
 
     def read(self, number: int):
         from mixtron.launch.sample_stream import Sample
