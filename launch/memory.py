@@ -157,7 +157,8 @@ def _activations(config: RunConfig, world_size: int, stage: int) -> float:
         # A recorded layer writes its input's gradient where the one before it reads it.
         per_token += len(layers) * _residual_bytes(config)
     if stage == config.parallel.pipeline - 1:
-        # The final norm's input, and its output as the loss takes it: of the whole sequence.
+        # The final norm's input, and in place of its output, which the loss takes of the whole
+        # sequence, its gradient.
         per_token += _norm_bytes(config) - _residual_bytes(config)
         per_token += config.model.hidden_size * element_bytes(config)
     if stage == 0 and config.model.dropout > 0:
@@ -262,14 +263,18 @@ def chunk_logit_bytes(config: RunConfig) -> float:
 
 
 def _loss(config: RunConfig, stage: int) -> float:
-    """The loss's backward on the last stage; gone when the layers' backward begins."""
+    """The loss on the last stage: a chunk's logits, the weight's gradient, and the hidden states
+    beside theirs. Gone when the layers' backward begins."""
     if stage != config.parallel.pipeline - 1:
         return 0.0
-    model, parallel = config.model, config.parallel
-    # The weight's gradient, a fp32 sum that a chunk's product is added to; the hidden states'.
-    weight = 2 * 4 * model.padded_vocab_size * model.hidden_size / parallel.tensor
-    hidden = micro_batch_tokens(config) * model.hidden_size * element_bytes(config)
-    return chunk_logit_bytes(config) + weight + hidden
+    hidden = micro_batch_tokens(config) * config.model.hidden_size * element_bytes(config)
+    return chunk_logit_bytes(config) + head_gradient_bytes(config) + hidden
+
+
+def head_gradient_bytes(config: RunConfig) -> float:
+    """The output layer's gradient, which its forward computes, in fp32."""
+    model = config.model
+    return 4 * model.padded_vocab_size * model.hidden_size / config.parallel.tensor
 
 
 def _gathered_sequence(config: RunConfig) -> float:

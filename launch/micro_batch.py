@@ -84,8 +84,9 @@ def run_micro_batches(
 
     def forward_step(iterator, chunk):
         micro = next(iterator)
-        output = forward(chunk, config.model, ranks, micro.tokens_BT, micro.batch, micro.labels_BT)
-        return output, partial(_masked_sum, micro.mask_BT)
+        scored = micro.labels_BT, micro.mask_BT
+        output = forward(chunk, config.model, ranks, micro.tokens_BT, micro.batch, *scored)
+        return output, partial(_reported, micro.mask_BT)
 
     iterators = [iter(micro_batches) for _ in wrapped]
     if train and isinstance(wrapped[0], ZeroModel):
@@ -109,8 +110,7 @@ def run_micro_batches(
     return totals
 
 
-def _masked_sum(mask_BT: Tensor, loss_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _reported(mask_BT: Tensor, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The form that Megatron's schedule takes: loss to differentiate, tokens, what to report."""
-    loss = (loss_BT * mask_BT).sum()
     count = mask_BT.sum().to(torch.int)
     return loss, count, torch.stack([loss.detach().double(), count.double()])

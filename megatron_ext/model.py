@@ -275,12 +275,14 @@ def forward(
     tokens_BT: Tensor,
     batch: Batch,
     labels_BT: Tensor | None = None,
+    mask_BT: Tensor | None = None,
 ) -> Tensor:
     """Runs one model chunk on this rank's tokens [1, T/cp].
 
     Returns:
-        On the last pipeline stage: per-token cross-entropy [1, T/cp] fp32 with labels, else logits
-        [1, T/cp, V] fp32 over the true vocabulary. On other stages: hidden states.
+        On the last pipeline stage: with labels, the cross-entropy summed over the tokens where the
+        mask is True, 0-dimensional in fp32; else logits [1, T/cp, V] fp32 over the true vocabulary.
+        On other stages: hidden states.
     """
 
     def head(*, hidden_states, output_layer, output_weight, **_):
@@ -289,6 +291,7 @@ def forward(
                 hidden_states,
                 weight=output_weight,
                 labels_BT=labels_BT,
+                mask_BT=mask_BT,
                 vocab_size=model.vocab_size,
             )
         logits_TBV, _ = output_layer(hidden_states, weight=output_weight)

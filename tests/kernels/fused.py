@@ -271,13 +271,16 @@ def loss_case() -> Case:
     inputs["weight"] = (inputs["weight"] / 4).bfloat16().double()
     label_T = torch.randint(0, 61, (TOKENS,), generator=torch.Generator().manual_seed(3))
 
+    share_T = torch.arange(TOKENS) % 3
+
     def op(hidden, weight):
-        label = label_T.to(hidden.device)
+        tokens = label_T.to(hidden.device), share_T.to(hidden.device)
         options = {"used": 61, "chunk_tokens": 32, "backend": "triton"}
-        return linear_cross_entropy(hidden, weight, label, **options)
+        return linear_cross_entropy(hidden, weight, *tokens, **options)
 
     def reference(hidden, weight):
-        return linear_cross_entropy_reference(hidden, weight, label_T.to(hidden.device), used=61)
+        label, share = label_T.to(hidden.device), share_T.to(hidden.device)
+        return (linear_cross_entropy_reference(hidden, weight, label, used=61) * share).sum()
 
     return Case(inputs, op, reference)
 
