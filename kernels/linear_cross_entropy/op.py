@@ -6,7 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mixtron.kernels.linear_cross_entropy.chunk import logit_gradients, logit_statistics
+from mixtron.kernels.linear_cross_entropy.chunk import (
+    logit_gradients,
+    logit_statistics,
+    statistics_and_gradients,
+)
 from mixtron.kernels.products import add_product
 from mixtron.kernels.triton_tools import Form, form_for
 
@@ -84,20 +88,23 @@ class _Chunks:
         self.dhidden_TD = torch.empty_like(self.hidden_TD)
         self.dweight_VD = torch.zeros_like(self.weight_VD, dtype=self.share_T.dtype)
 
-    def statistics(self, chunk: slice, *, then_gradients: bool) -> tuple[Tensor, Tensor]:
-        logits_CV = self.hidden_TD[chunk] @ self.weight_VD.t()
-        found = logit_statistics(logits_CV, self.label_T[chunk], self.used, self.form)
-        if then_gradients:
-            self._add(chunk, logits_CV, found[0])
-        return found
+    def statistics(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        return logit_statistics(self._logits(chunk), self.label_T[chunk], self.used, self.form)
+
+    def statistics_and_gradients(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        tokens = self.label_T[chunk], self.share_T[chunk]
+        found = statistics_and_gradients(self._logits(chunk), *tokens, self.used, self.form)
+        self._add(chunk, found[2])
+        return found[:2]
 
     def gradients(self, chunk: slice, lse_C: Tensor) -> None:
-        self._add(chunk, self.hidden_TD[chunk] @ self.weight_VD.t(), lse_C)
+        tokens = self.label_T[chunk], lse_C, self.share_T[chunk]
+        self._add(chunk, logit_gradients(self._logits(chunk), *tokens, self.used, self.form))
 
-    def _add(self, chunk: slice, logits_CV: Tensor, lse_C: Tensor) -> None:
-        """To the gradients; may overwrite the logits."""
-        share_C, label_C = self.share_T[chunk], self.label_T[chunk]
-        dlogits_CV = logit_gradients(logits_CV, label_C, lse_C, share_C, self.used, self.form)
+    def _logits(self, chunk: slice) -> Tensor:
+        return self.hidden_TD[chunk] @ self.weight_VD.t()
+
+    def _add(self, chunk: slice, dlogits_CV: Tensor) -> None:
         torch.matmul(dlogits_CV, self.weight_VD, out=self.dhidden_TD[chunk])
         add_product(self.dweight_VD, dlogits_CV.t(), self.hidden_TD[chunk])
 
@@ -108,7 +115,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if trains:
             chunks.begin_gradients()
         at_once = trains and combine is None
-        parts = [chunks.statistics(chunk, then_gradients=at_once) for chunk in chunks]
+        statistics = chunks.statistics_and_gradients if at_once else chunks.statistics
+        parts = [statistics(chunk) for chunk in chunks]
         lse_T, label_logit_T = (torch.cat(part) for part in zip(*parts, strict=True))
         if combine is not None:
             lse_T, label_logit_T = combine(lse_T, label_logit_T)
