@@ -12,6 +12,9 @@ from mixtron.kernels.norms.triton_kernels import backward_kernel, forward_kernel
 from mixtron.kernels.split import Place
 
 TILE_ELEMENTS = 2048
+GATED_TILE_ELEMENTS = 1024
+WARPS = 2
+"""Of such a tile, both ways: backward's sum of squares is then forward's, and y again its y."""
 MAX_WIDTH = 16384
 STRIPS = 1024
 """Programs of a backward at most; each sums its rows' part of the weight's gradient."""
@@ -34,7 +37,7 @@ def norm_triton(
     return _Norm.apply(x, weight_N, gate, eps, kind, gate_place)  # type: ignore[return-value]
 
 
-def add_norm_triton(x: Tensor, added: Tensor, weight_N: Tensor, eps: float) -> tuple:
+def add_norm_triton(x: Tensor, added: Tensor | None, weight_N: Tensor, eps: float) -> tuple:
     """`add_rms_norm`. Raises ValueError for too wide rows."""
     if x.shape[-1] > MAX_WIDTH:
         raise ValueError(f"x {list(x.shape)}: the triton form takes rows up to {MAX_WIDTH} wide")
@@ -61,10 +64,9 @@ class _Norm(torch.autograd.Function):
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, added, weight_N, eps):
-        total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        y = normalise(x, weight_N, None, eps, "rms", added.contiguous(), total)
+        total, y = add_and_normalise(x, added, weight_N, eps)
         ctx.save_for_backward(total, weight_N)
-        ctx.eps = eps
+        ctx.eps, ctx.adds = eps, added is not None
         return total, y
 
     @staticmethod
@@ -72,7 +74,15 @@ class _AddNorm(torch.autograd.Function):
         total, weight_N = ctx.saved_tensors
         dtotal = dtotal.contiguous()
         dx, dweight_N = gradients(total, weight_N, None, dy, ctx.eps, "rms", dtotal)
-        return dx, dx, dweight_N, None
+        return dx, dx if ctx.adds else None, dweight_N, None
+
+
+def add_and_normalise(x, added, weight_N, eps: float) -> tuple[Tensor, Tensor]:
+    """x + added and its norm; x itself, as a view, with nothing to add."""
+    if added is None:
+        return x.view_as(x), normalise(x, weight_N, None, eps, "rms")
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return total, normalise(x, weight_N, None, eps, "rms", added.contiguous(), total)
 
 
 def normalise(x, weight_N, gate, eps: float, kind: str, added=None, total=None) -> Tensor:
@@ -96,13 +106,16 @@ def normalise(x, weight_N, gate, eps: float, kind: str, added=None, total=None) 
         *_strides(gate_RJN),
         eps,
         **shape,
-        num_warps=_warps(shape, few=4),
+        num_warps=_warps(shape),
     )
     return y
 
 
-def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=None) -> tuple:
-    """Of x and the weight (None without); fills `dgate` where there is a gate."""
+def gradients(
+    x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=None, y=None
+) -> tuple:
+    """Of x and the weight (None without); fills `dgate` where there is a gate, and `y`, dense, with
+    the output again if it is given. y may be dy, at the cost of half the speed for wide rows."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x_RJN, gate_RJN, dy_RJN = _rows(x), _rows(gate), _rows(dy)
     shape = _shape(x_RJN, gate_RJN, weight_N, kind, dtotal)
@@ -123,6 +136,7 @@ def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=N
             dtotal,
             dx,
             dgate,
+            y,
             partial_PN,
             rows,
             strip,
@@ -132,7 +146,8 @@ def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=N
             *_strides(dy_RJN),
             eps,
             **shape,
-            num_warps=_warps(shape, few=2),
+            AGAIN=y is not None,
+            num_warps=_warps(shape),
         )
     dweight_N = None
     if partial_PN is not None:
@@ -165,7 +180,7 @@ def _shape(x_RJN: Tensor, gate_RJN, weight_N, kind: str, added) -> dict:
         "J": per_group,
         "N": N,
         "BLOCK_N": block,
-        "ROWS": max(1, TILE_ELEMENTS // block),
+        "ROWS": max(1, (TILE_ELEMENTS if gate_RJN is None else GATED_TILE_ELEMENTS) // block),
         "KIND": kind,
         "WEIGHTED": weight_N is not None,
         "GATED": gate_RJN is not None,
@@ -173,6 +188,6 @@ def _shape(x_RJN: Tensor, gate_RJN, weight_N, kind: str, added) -> dict:
     }
 
 
-def _warps(shape: dict, *, few: int) -> int:
-    """`few` for a tile of TILE_ELEMENTS; rows that are wider are a tile each."""
-    return few if shape["BLOCK_N"] <= TILE_ELEMENTS else 4 if shape["BLOCK_N"] <= 4096 else 8
+def _warps(shape: dict) -> int:
+    """Rows that are wider than TILE_ELEMENTS are a tile each."""
+    return WARPS if shape["BLOCK_N"] <= TILE_ELEMENTS else 4 if shape["BLOCK_N"] <= 4096 else 8
