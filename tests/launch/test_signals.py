@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import triton
@@ -11,6 +14,8 @@ from triton.backends.compiler import GPUTarget
 from mixtron.launch.checkpoint_files import list_checkpoints
 from tests.helpers.ranks import run_on_ranks
 from tests.launch.short_runs import write
+
+ROOT = Path(__file__).parents[2]
 
 
 def run_with_signal(config_path: str, moment: str) -> tuple[int, int, int, int]:
@@ -84,7 +89,7 @@ def add_kernel(x_T, TOKENS: tl.constexpr):
 
 
 def signal_after_a_compilation(number: int, cache: str) -> int | None:
-    """What the flag was set by."""
+    """What the flag was set by, in a process that has no other threads yet, as a rank."""
     from mixtron.launch.signals import StopFlag
 
     stop = StopFlag()
@@ -101,4 +106,10 @@ def signal_after_a_compilation(number: int, cache: str) -> int | None:
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_is_heard_though_triton_has_compiled_a_kernel(tmp_path, number):
     """Its LLVM puts handlers of its own in the place of all others."""
-    assert run_on_ranks(1, signal_after_a_compilation, number, str(tmp_path)) == [number]
+    program = (
+        "import sys; from tests.launch.test_signals import signal_after_a_compilation as run; "
+    )
+    program += f"sys.exit(run({int(number)}, {str(tmp_path)!r}))"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment)
+    assert ended.returncode == number
