@@ -19,7 +19,7 @@ SMALL = ["model.layers=2", "model.hidden_size=32", "data.sequence_length=32"]
 
 
 class RandomDocuments:
-    """Samples of random tokens in documents of random lengths."""
+    """Samples of random tokens, every other one a single document, the rest of random lengths."""
 
     def __init__(self, sequence_length: int, vocab_size: int) -> None:
         self.sequence_length, self.vocab_size, self.drawn = sequence_length, vocab_size, 0
@@ -33,7 +33,9 @@ class RandomDocuments:
 
         generator, length = np.random.default_rng(number), self.sequence_length
         tokens = generator.integers(0, self.vocab_size, length + 1)
-        cuts = generator.choice(np.arange(1, length), generator.integers(0, 4), replace=False)
+        # So that a micro-batch's longest document is known, after which PaTH cuts its tokens.
+        count = generator.integers(1, 4) if number % 2 else 0
+        cuts = generator.choice(np.arange(1, length), count, replace=False)
         starts = np.concatenate([[0], np.sort(cuts)])
         mask = np.ones(length, dtype=bool)
         mask[starts[1:] - 1] = False
@@ -63,13 +65,31 @@ def trained(name: str, overrides: list[str], layer_graphs: bool = False) -> tupl
     return logged, [p.detach().clone() for p in run.wrapped[0].parameters()]
 
 
+KLA = ["model.pattern=[kla]"]
+PATH = [
+    "model.pattern=[path, path_fox]",
+    "mixers={path: {type: path, heads: 2, kv_heads: 2, head_dim: 8, w_rank: 2}, path_fox: "
+    "{type: path, heads: 2, kv_heads: 1, head_dim: 8, w_rank: 2, forget_gate: true}}",
+]
+FOX_AND_KLA = [
+    "model.pattern=[fox, kla]",
+    "mixers={fox: {type: fox, heads: 2, kv_heads: 2, head_dim: 8}, "
+    "kla: {type: kla, heads: 2, value_heads: 2, key_dim: 8, value_dim: 8}}",
+]
+
+
 @pytest.mark.parametrize(
     ("world", "overrides"),
-    [(1, ["logging.every_steps=2"]), (2, []), (1, ["training.recompute=[norm, conv, mlp_act]"])],
-    ids=["one", "data 2", "recompute"],
+    [
+        (1, [*KLA, "logging.every_steps=2"]),
+        (2, KLA),
+        (1, [*KLA, "training.recompute=[norm, conv, mlp_act]"]),
+        (1, PATH),
+        (1, FOX_AND_KLA),
+    ],
+    ids=["one", "data 2", "recompute", "path", "fox and kla"],
 )
 def test_no_bit_differs(world, overrides):
-    overrides = ["model.pattern=[kla]", *overrides]
     plain = run_on_ranks(world, trained, "debug_kla", overrides)
     recorded = run_on_ranks(world, trained, "debug_kla", overrides, True)
     for (logged, weights), (found, found_weights) in zip(plain, recorded, strict=True):

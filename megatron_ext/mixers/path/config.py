@@ -293,6 +293,10 @@ class PathFamilyConfig(MixerConfig):
                 f"mixers.{name}.kernel=block"
             )
 
+    @property
+    def recordable(self) -> bool:
+        return self.kernel == "triton"
+
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         if self.kernel == "triton" and (device_type != "cuda" or precision != "bf16"):
             raise ConfigError(
