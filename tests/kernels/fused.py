@@ -47,6 +47,7 @@ def cases() -> dict[str, Case]:
         found[f"gated rms_norm {width}"] = norm_case(width, heads, gated=True)
     found["add_rms_norm"] = add_case()
     found["unit_norm"] = unit_case()
+    found["unit_norm in fp32"] = unit_case(torch.float32)
     for width in (1, 4):
         for silu in (False, True):
             found[f"short_convolution {width} silu={silu}"] = convolution_case(width, silu)
@@ -110,9 +111,10 @@ def add_case() -> Case:
     return Case(inputs, op, reference)
 
 
-def unit_case() -> Case:
+def unit_case(dtype: torch.dtype | None = None) -> Case:
     inputs = {"x": noise(1, TOKENS, 3, 64)}
-    return Case(inputs, lambda x: unit_norm(x, backend="triton"), unit_norm_reference)
+    op = lambda x: unit_norm(x, dtype=dtype, backend="triton")  # noqa: E731
+    return Case(inputs, op, unit_norm_reference)
 
 
 def convolution_case(width: int, silu: bool, columns: int = 1) -> Case:

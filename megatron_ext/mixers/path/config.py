@@ -158,9 +158,8 @@ class PathFamilyConfig(MixerConfig):
             fp32 += self.heads + self.kv_heads
         whole = 0.0
         if self.rank:
-            elements += kv  # the convolution's input
-            # Its output in fp32, w's norm and w; sigmoid, its double and beta.
-            fp32 += 2 * kv + self.kv_heads + 3 * self.kv_heads
+            elements += 2 * kv  # the convolution's input and output
+            fp32 += kv + 3 * self.kv_heads  # w; sigmoid, its double and beta
             if self.kernel == "triton":
                 # In place of w what its kernels make of it: w in fp16, beta, an inverse a tile.
                 fp32 += self.kv_heads - kv

@@ -104,6 +104,10 @@ class Mixer(ShardedModule):
             inputs = list(zip(*taken, strict=True))
             mixed = mix[self.mixer.context_exchange](inputs, segments, batch.max_seqlen)
             return segments.give_back(mixed)
+        if self.mixer.kernel == "triton" and not self.mixer.qk_norm:
+            # Its kernels take them in one piece. Copied here they are kept so for backward, and the
+            # projection, of which they are parts, is not. (A norm of q and k keeps it.)
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         o_BTHK = path_attention(
             q,
             k,
@@ -267,7 +271,8 @@ class Mixer(ShardedModule):
     def _raw_householder(self, inner_TBR: Tensor) -> Tensor:
         """W_2 W_1 x of the local key/value heads, before the convolution. [T, 1, G K]."""
         inner_TBR = all_gather_last_dim_from_tensor_parallel_region(inner_TBR, self.tp_group)
-        return F.linear(inner_TBR, self.householder_weight)
+        # A copy: kept for the weight's gradient it would keep the whole projection's output.
+        return F.linear(inner_TBR.contiguous(), self.householder_weight)
 
     def _inputs(
         self, convolved_TBE: Tensor | None, parts: dict[str, Tensor]
@@ -282,7 +287,7 @@ class Mixer(ShardedModule):
             k = F.rms_norm(k, k_weight.shape, k_weight, eps)
         w = beta = log_forget = None
         if convolved_TBE is not None:
-            w = unit_norm(self._heads(convolved_TBE).float())
+            w = unit_norm(self._heads(convolved_TBE), dtype=torch.float32)
             beta = 2 * (parts["beta"].transpose(0, 1).float() + self.beta_bias).sigmoid()
             beta = beta.clamp(max=mixer.largest_beta)
         if mixer.gated:
