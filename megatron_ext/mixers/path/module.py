@@ -30,6 +30,10 @@ from mixtron.megatron_ext.parameters import constant, normal, replicated
 from mixtron.megatron_ext.scalars import Scalars
 
 
+KEPT_PARTS = ("query", "key", "value", "householder")
+"""Of the input projection: what backward reads again."""
+
+
 class Mixer(ShardedModule):
     """logit_ij = K^-1/2 k_j^T H_{j+1} ... H_i q_i + sum of log f_{j+1 .. i}; see
     kernels/path_attention. H = I - beta w w^T, one a key/value head; f one a query head.
@@ -82,6 +86,10 @@ class Mixer(ShardedModule):
         assert batch is not None
         projected = self.in_proj(hidden_TBD)
         parts = dict(zip(self.mixer.components(), projected, strict=True))
+        if self.mixer.kernel == "triton" and not self.mixer.qk_norm:
+            # The kernels take parts of the projection in one piece. Copied here they are kept so for
+            # backward, and the projection is not. (A norm of q and k keeps it.)
+            parts |= {name: parts[name].contiguous() for name in KEPT_PARTS if name in parts}
         raw_TBE = self._raw_householder(parts["householder"]) if self.mixer.rank else None
         if batch.decoding:
             o_BTHK = self._decode(raw_TBE, parts, batch)
@@ -104,10 +112,6 @@ class Mixer(ShardedModule):
             inputs = list(zip(*taken, strict=True))
             mixed = mix[self.mixer.context_exchange](inputs, segments, batch.max_seqlen)
             return segments.give_back(mixed)
-        if self.mixer.kernel == "triton" and not self.mixer.qk_norm:
-            # Its kernels take them in one piece. Copied here they are kept so for backward, and the
-            # projection, of which they are parts, is not. (A norm of q and k keeps it.)
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         o_BTHK = path_attention(
             q,
             k,
@@ -271,8 +275,7 @@ class Mixer(ShardedModule):
     def _raw_householder(self, inner_TBR: Tensor) -> Tensor:
         """W_2 W_1 x of the local key/value heads, before the convolution. [T, 1, G K]."""
         inner_TBR = all_gather_last_dim_from_tensor_parallel_region(inner_TBR, self.tp_group)
-        # A copy: kept for the weight's gradient it would keep the whole projection's output.
-        return F.linear(inner_TBR.contiguous(), self.householder_weight)
+        return F.linear(inner_TBR, self.householder_weight)
 
     def _inputs(
         self, convolved_TBE: Tensor | None, parts: dict[str, Tensor]
