@@ -29,7 +29,6 @@ from mixtron.megatron_ext.mixers.path.segments import Segments, segments_of
 from mixtron.megatron_ext.parameters import constant, normal, replicated
 from mixtron.megatron_ext.scalars import Scalars
 
-
 KEPT_PARTS = ("query", "key", "value", "householder")
 """Of the input projection: what backward reads again."""
 
@@ -87,8 +86,8 @@ class Mixer(ShardedModule):
         projected = self.in_proj(hidden_TBD)
         parts = dict(zip(self.mixer.components(), projected, strict=True))
         if self.mixer.kernel == "triton" and not self.mixer.qk_norm:
-            # The kernels take parts of the projection in one piece. Copied here they are kept so for
-            # backward, and the projection is not. (A norm of q and k keeps it.)
+            # The kernels take parts of the projection in one piece. Copied here they are kept so
+            # for backward, and the projection is not. (A norm of q and k keeps it.)
             parts |= {name: parts[name].contiguous() for name in KEPT_PARTS if name in parts}
         raw_TBE = self._raw_householder(parts["householder"]) if self.mixer.rank else None
         if batch.decoding:
