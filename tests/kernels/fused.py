@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mixtron.kernels.delta_rule import decay_and_step_size
+from mixtron.kernels.dense import dense
 from mixtron.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
@@ -58,6 +59,7 @@ def cases() -> dict[str, Case]:
     found["decay and step size"] = gates_case()
     found["rope"] = rope_case()
     found["parts of a projection"] = split_case()
+    found["parts in one piece"] = dense_case()
     found["linear_cross_entropy"] = loss_case()
     return found
 
@@ -215,6 +217,19 @@ def split_case() -> Case:
 
     plain = lambda x, widths: x.split(widths, dim=-1)  # noqa: E731
     return Case(inputs, form("triton", split), form("torch", plain))
+
+
+def dense_case() -> Case:
+    inputs = {"joined": noise(TOKENS, 1, 80 + 32 + 8)}
+
+    def form(one_piece):
+        def op(joined):
+            first, second, _ = joined.split([80, 32, 8], dim=-1)
+            return torch.cat([2 * one_piece(first), 3 * one_piece(second)], dim=-1)
+
+        return op
+
+    return Case(inputs, form(lambda x: dense(x, backend="triton")), form(lambda x: x))
 
 
 def loss_case() -> Case:

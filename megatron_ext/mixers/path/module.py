@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
 from torch import Tensor
 
+from mixtron.kernels.dense import dense
 from mixtron.kernels.norms import unit_norm
 from mixtron.kernels.path_attention import (
     past_queries,
@@ -88,7 +89,7 @@ class Mixer(ShardedModule):
         if self.mixer.kernel == "triton" and not self.mixer.qk_norm:
             # The kernels take parts of the projection in one piece. Copied here they are kept so
             # for backward, and the projection is not. (A norm of q and k keeps it.)
-            parts |= {name: parts[name].contiguous() for name in KEPT_PARTS if name in parts}
+            parts |= {name: dense(parts[name]) for name in KEPT_PARTS if name in parts}
         raw_TBE = self._raw_householder(parts["householder"]) if self.mixer.rank else None
         if batch.decoding:
             o_BTHK = self._decode(raw_TBE, parts, batch)
