@@ -79,10 +79,7 @@ def run_micro_batches(
         their number, over all ranks; equal on every rank.
     """
     for chunk in wrapped:
-        # Only where it changes something: through all modules it takes a millisecond, in which the
-        # GPU has nothing to do.
-        if {chunk.training, chunk.module.training} != {train}:
-            chunk.train(train)
+        chunk.train(train)
     tokens = ranks.context_size * micro_batches[0].tokens_BT.shape[1]
 
     def forward_step(iterator, chunk):
