@@ -157,9 +157,11 @@ def check_layer_graphs(config: RunConfig) -> None:
     for name in dict.fromkeys(model.layer_mixers):
         mixer = config.mixers[name]
         if not mixer.recordable:
+            other = mixer.model_copy(update={"kernel": "triton"}).recordable
+            hint = f"; mixers.{name}.kernel=triton does not" if other else ""
             raise ConfigError(
                 f"{said}: mixer {name!r} (type {mixer.type!r}) decides on the host from each batch "
-                "what to launch"
+                f"what to launch{hint}"
             )
 
 

@@ -15,6 +15,10 @@ from tests.helpers.ranks import RankFailure, run_on_ranks
 CONFIGS = Path(__file__).parents[2] / "configs"
 STEPS = 5
 FOX = "mixers.fox={type: fox, heads: 2, kv_heads: 2, head_dim: 8}"
+LOG_LINEAR = (
+    "mixers.log={type: log_linear, heads: 2, value_heads: 2, key_dim: 64, value_dim: 64, "
+    "kernel: triton}"
+)
 SMALL = ["model.layers=2", "model.hidden_size=32", "data.sequence_length=32"]
 
 
@@ -108,7 +112,8 @@ def test_a_batch_that_a_layer_would_read_otherwise_is_refused():
         (["model.norm=layernorm"], "is for layers with model.norm=rmsnorm"),
         (["training.debug=true"], "leaves training.debug=true nothing to compare"),
         (["training.recompute=full"], "cannot go with training.recompute=full"),
-        (["model.pattern=[fox]", FOX], "mixer 'fox' .type 'fox'. decides on the host"),
+        (["model.pattern=[fox]", FOX], "'fox' .* decides .*; mixers.fox.kernel=triton does not"),
+        (["model.pattern=[log]", LOG_LINEAR], "mixer 'log' .type 'log_linear'. decides .* launch$"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(overrides, said):
