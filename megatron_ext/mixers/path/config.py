@@ -159,7 +159,8 @@ class PathFamilyConfig(MixerConfig):
         whole = 0.0
         if self.rank:
             elements += 2 * kv  # the convolution's input and output
-            fp32 += kv + 3 * self.kv_heads  # w; sigmoid, its double and beta
+            # w; sigmoid, beta, and what is cut off to be it.
+            fp32 += kv + (2 + (self.largest_beta < 2)) * self.kv_heads
             if self.kernel == "triton":
                 # In place of w what its kernels make of it: w in fp16, beta, an inverse a tile.
                 fp32 += self.kv_heads - kv

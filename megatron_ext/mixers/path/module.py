@@ -292,7 +292,8 @@ class Mixer(ShardedModule):
         if convolved_TBE is not None:
             w = unit_norm(self._heads(convolved_TBE), dtype=torch.float32)
             beta = 2 * (parts["beta"].transpose(0, 1).float() + self.beta_bias).sigmoid()
-            beta = beta.clamp(max=mixer.largest_beta)
+            if mixer.largest_beta < 2:
+                beta = beta.clamp(max=mixer.largest_beta)
         if mixer.gated:
             log_forget = F.logsigmoid(parts["forget"].transpose(0, 1).float() + self.forget_bias)
         return q, k, v, w, beta, log_forget
