@@ -126,6 +126,7 @@ class LayerGraphs:
                 torch.autograd.grad(output_TBD, [input_TBD, *leaves], output_TBD.detach())
             del output_TBD, leaves
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what this stream alone could use
             # Other tensors than those before: what is kept of a tensor is then computed anew.
             self.batch = watched(batch)
             gradient_TBD = torch.zeros_like(hidden_TBD)

@@ -28,7 +28,9 @@ def wrap_model(
     chunks: list, parallel: ParallelConfig, ranks: Ranks
 ) -> list[DistributedDataParallel]:
     """Puts each chunk's gradients into contiguous fp32 buffers that are reduced over data ranks."""
-    overlap = parallel.overlap and ranks.device.type == "cuda"
+    # A rank alone has nothing to send, and calls that send nothing keep the GPU waiting.
+    several = ranks.groups.dp_cp.size() > 1
+    overlap = parallel.overlap and ranks.device.type == "cuda" and several
     wrapped = []
     for i, chunk in enumerate(chunks):
         config = DistributedDataParallelConfig(
@@ -49,7 +51,7 @@ def wrap_model(
             )
         )
         wrapped[-1].broadcast_params()
-        if not chunk.config.recomputed:
+        if parallel.tensor == 1 or not chunk.config.recomputed:
             add_in_products(chunk)
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads

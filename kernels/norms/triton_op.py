@@ -40,7 +40,7 @@ def norm_triton(
     return _Norm.apply(x, weight_N, gate, *options)  # type: ignore[return-value]
 
 
-def add_norm_triton(x: Tensor, added: Tensor, weight_N: Tensor, eps: float) -> tuple:
+def add_norm_triton(x: Tensor, added: Tensor | None, weight_N: Tensor, eps: float) -> tuple:
     """`add_rms_norm`. Raises ValueError for too wide rows."""
     if x.shape[-1] > MAX_WIDTH:
         raise ValueError(f"x {list(x.shape)}: the triton form takes rows up to {MAX_WIDTH} wide")
@@ -67,10 +67,9 @@ class _Norm(torch.autograd.Function):
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, added, weight_N, eps):
-        total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        y = normalise(x, weight_N, None, eps, "rms", added.contiguous(), total)
+        total, y = add_and_normalise(x, added, weight_N, eps)
         ctx.save_for_backward(total, weight_N)
-        ctx.eps = eps
+        ctx.eps, ctx.adds = eps, added is not None
         return total, y
 
     @staticmethod
@@ -78,7 +77,15 @@ class _AddNorm(torch.autograd.Function):
         total, weight_N = ctx.saved_tensors
         dtotal = dtotal.contiguous()
         dx, dweight_N = gradients(total, weight_N, None, dy, ctx.eps, "rms", dtotal)
-        return dx, dx, dweight_N, None
+        return dx, dx if ctx.adds else None, dweight_N, None
+
+
+def add_and_normalise(x, added, weight_N, eps: float) -> tuple[Tensor, Tensor]:
+    """x + added and its norm; x itself, as a view, with nothing to add."""
+    if added is None:
+        return x.view_as(x), normalise(x, weight_N, None, eps, "rms")
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return total, normalise(x, weight_N, None, eps, "rms", added.contiguous(), total)
 
 
 def normalise(
@@ -109,8 +116,11 @@ def normalise(
     return y
 
 
-def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=None) -> tuple:
-    """Of x and the weight (None without); fills `dgate` where there is a gate."""
+def gradients(
+    x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=None, y=None
+) -> tuple:
+    """Of x and the weight (None without); fills `dgate` where there is a gate, and `y`, dense and
+    perhaps dy itself, with the output again if it is given."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x_RJN, gate_RJN, dy_RJN = _rows(x), _rows(gate), _rows(dy)
     shape = _shape(x_RJN, gate_RJN, weight_N, kind, dtotal)
@@ -131,6 +141,7 @@ def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=N
             dtotal,
             dx,
             dgate,
+            y,
             partial_PN,
             rows,
             strip,
@@ -140,6 +151,7 @@ def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=N
             *_strides(dy_RJN),
             eps,
             **shape,
+            AGAIN=y is not None,
             num_warps=_warps(shape, few=2),
         )
     dweight_N = None

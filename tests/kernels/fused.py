@@ -14,6 +14,9 @@ from mixtron.kernels.linear_cross_entropy import (
 )
 from mixtron.kernels.norms import (
     add_rms_norm,
+    add_rms_norm_factor,
+    by_token,
+    gated_norm_factor,
     rms_norm,
     rms_norm_reference,
     unit_norm,
@@ -26,7 +29,7 @@ from mixtron.kernels.short_convolution import (
 )
 from mixtron.kernels.softmax_attention import apply_rope
 from mixtron.kernels.split import split, viewed
-from mixtron.kernels.swiglu import swiglu, swiglu_reference
+from mixtron.kernels.swiglu import swiglu, swiglu_factor, swiglu_reference
 
 LENGTHS = [1, 2, 30, 1, 65, 3]
 TOKENS = sum(LENGTHS)
@@ -46,7 +49,11 @@ def cases() -> dict[str, Case]:
     for width, heads in ((128, 3), (96, 1), (1000, 1)):
         found[f"rms_norm {width}"] = norm_case(width, heads, gated=False)
         found[f"gated rms_norm {width}"] = norm_case(width, heads, gated=True)
-    found["add_rms_norm"] = add_case()
+    for adds in (True, False):
+        for factor in (True, False):
+            found[f"add_rms_norm {adds} factor={factor}"] = add_case(adds, factor)
+    found["gated rms_norm factor"] = gated_factor_case()
+    found["swiglu factor"] = swiglu_factor_case()
     found["unit_norm"] = unit_case()
     found["unit_norm in fp32"] = unit_case(torch.float32)
     for width in (1, 4):
@@ -96,19 +103,53 @@ def norm_case(width: int, heads: int, *, gated: bool) -> Case:
     return Case(inputs, op, reference)
 
 
-def add_case() -> Case:
-    """Rows of two terms, one of them a slice; sum and norm side by side, as one output."""
+def add_case(adds: bool, factor: bool) -> Case:
+    """Rows of one term or two, one of them a slice; sum and a product of the norm side by side, as
+    one output."""
     width = 96
     inputs = {"joined": noise(TOKENS, 1, width + 8), "added": noise(TOKENS, 1, width, seed=1)}
-    inputs["weight"] = (1 + 0.1 * noise(width)).bfloat16().double()
+    inputs["norm"] = (1 + 0.1 * noise(width)).bfloat16().double()
+    inputs["weight"] = (noise(40, width) / 8).bfloat16().double()
 
-    def op(joined, added, weight):
-        found = add_rms_norm(joined[..., 8:], added, weight, 1e-5, backend="triton")
-        return torch.cat(found, dim=-1)
+    def op(joined, added, norm, weight):
+        terms = joined[..., 8:], added if adds else None
+        if factor:
+            normed = add_rms_norm_factor(*terms, norm, 1e-5, backend="triton")
+            product = normed.times(weight, adds=False)
+            (total,) = normed.beside
+        else:
+            total, normed = add_rms_norm(*terms, norm, 1e-5, backend="triton")
+            product = normed @ weight.t()
+        return torch.cat([total, product, added], dim=-1)
 
-    def reference(joined, added, weight):
-        total = joined[..., 8:] + added
-        return torch.cat([total, rms_norm_reference(total, weight, 1e-5)], dim=-1)
+    def reference(joined, added, norm, weight):
+        total = joined[..., 8:] + (added if adds else 0)
+        product = rms_norm_reference(total, norm, 1e-5) @ weight.t()
+        return torch.cat([total, product, added], dim=-1)
+
+    return Case(inputs, op, reference)
+
+
+def gated_factor_case() -> Case:
+    """The gate is a part of a projection, whose gradient is written beside that of the rest."""
+    inputs = {"joined": noise(TOKENS, 1, 64 + 8), "o": noise(1, TOKENS, 2, 32)}
+    inputs["norm"] = (1 + 0.1 * noise(32)).bfloat16().double()
+    inputs["weight"] = (noise(40, 64) / 8).bfloat16().double()
+
+    def by_head(x):
+        return x.transpose(0, 1).unflatten(-1, (2, 32))
+
+    def op(joined, o, norm, weight):
+        gate, rest = split(joined, [64, 8])
+        gate, place = viewed(gate, by_head)
+        options = {"gate_place": place, "backend": "triton"}
+        product = gated_norm_factor(o, norm, gate, 1e-5, **options).times(weight, adds=False)
+        return torch.cat([product, rest], dim=-1)
+
+    def reference(joined, o, norm, weight):
+        gate, rest = joined.split([64, 8], dim=-1)
+        normed = rms_norm_reference(o, norm, 1e-5, gate=by_head(gate))
+        return torch.cat([by_token(normed) @ weight.t(), rest], dim=-1)
 
     return Case(inputs, op, reference)
 
@@ -162,7 +203,7 @@ def gates_case() -> Case:
     def form(backend):
         def op(joined, rate, bias):
             wide = torch.promote_types(joined.dtype, torch.float32)
-            decay, step = joined[..., 2:8], joined[..., 12:18]
+            _, decay, _, step, _ = split(joined, [2, 6, 4, 6, 2])
             options = rate.to(wide), bias.to(wide)
             return torch.cat(decay_and_step_size(decay, step, *options, backend=backend))
 
@@ -174,6 +215,15 @@ def gates_case() -> Case:
 def swiglu_case() -> Case:
     inputs = {"joined": noise(TOKENS, 1, 2 * 72)}
     return Case(inputs, lambda x: swiglu(x, backend="triton"), swiglu_reference)
+
+
+def swiglu_factor_case() -> Case:
+    inputs = {"joined": noise(TOKENS, 1, 2 * 72), "weight": (noise(40, 72) / 8).bfloat16().double()}
+
+    def op(joined, weight):
+        return swiglu_factor(joined, backend="triton").times(weight, adds=False)
+
+    return Case(inputs, op, lambda joined, weight: swiglu_reference(joined) @ weight.t())
 
 
 def rope_case() -> Case:
@@ -238,13 +288,16 @@ def loss_case() -> Case:
     inputs["weight"] = (inputs["weight"] / 4).bfloat16().double()
     label_T = torch.randint(0, 61, (TOKENS,), generator=torch.Generator().manual_seed(3))
 
+    share_T = torch.arange(TOKENS) % 3
+
     def op(hidden, weight):
-        label = label_T.to(hidden.device)
+        tokens = label_T.to(hidden.device), share_T.to(hidden.device)
         options = {"used": 61, "chunk_tokens": 32, "backend": "triton"}
-        return linear_cross_entropy(hidden, weight, label, **options)
+        return linear_cross_entropy(hidden, weight, *tokens, **options)
 
     def reference(hidden, weight):
-        return linear_cross_entropy_reference(hidden, weight, label_T.to(hidden.device), used=61)
+        label, share = label_T.to(hidden.device), share_T.to(hidden.device)
+        return (linear_cross_entropy_reference(hidden, weight, label, used=61) * share).sum()
 
     return Case(inputs, op, reference)
 

@@ -29,8 +29,12 @@ class RandomDocuments:
         self.sequence_length, self.vocab_size, self.drawn = sequence_length, vocab_size, 0
 
     def next(self, count: int) -> list[int]:
-        first, self.drawn = self.drawn, self.drawn + count
-        return list(range(first, self.drawn))
+        plan = self.upcoming(count)
+        self.drawn += count
+        return plan
+
+    def upcoming(self, count: int) -> list[int]:
+        return list(range(self.drawn, self.drawn + count))
 
     def read(self, number: int):
         from mixtron.launch.sample_stream import Sample
@@ -71,7 +75,11 @@ def trained(name: str, overrides: list[str], layer_graphs: bool = False) -> tupl
 
 @pytest.mark.parametrize(
     ("world", "overrides"),
-    [(1, ["logging.every_steps=2"]), (2, []), (1, ["training.recompute=[norm, conv, mlp_act]"])],
+    [
+        (1, ["logging.every_steps=2"]),
+        (2, []),
+        (1, ["training.recompute=[norm, conv, gate, mlp_act]"]),
+    ],
     ids=["one", "data 2", "recompute"],
 )
 def test_no_bit_differs(world, overrides):
