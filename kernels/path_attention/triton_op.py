@@ -85,7 +85,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, w, beta, log_forget, scale, cu_seqlens, max_seqlen):  # type: ignore[override]
         # Not the contiguous copies are kept, but what they are copies of: the layer keeps it too.
         inputs = Inputs(q, k, v, log_forget).contiguous()
-        layout = inputs.layout(w is not None, cu_seqlens, max_seqlen)
+        layout = inputs.layout(cu_seqlens, max_seqlen)
         gates, factors = inputs.gates(layout), None
         if w is not None:
             factors = factors_of(w.contiguous(), beta.contiguous(), layout)
@@ -105,7 +105,7 @@ class _Attention(torch.autograd.Function):
         scale, max_seqlen = ctx.options
         inputs, do_BTHV = Inputs(*saved).contiguous(), do_BTHV.contiguous()
         factors = None if w is None else Factors(w, beta, L)
-        layout = inputs.layout(factors is not None, cu_seqlens, max_seqlen)
+        layout = inputs.layout(cu_seqlens, max_seqlen)
         delta_BHS, less_BHS = _rows(inputs.q, layout), _rows(inputs.q, layout)
         gates, gradients, ds = inputs.gates(layout), Gradients.empty(inputs, factors), None
         until_BHS = None if gates is None else gates.tokens_4BHS[2]
@@ -116,8 +116,8 @@ class _Attention(torch.autograd.Function):
             V=V, C=layout.tile, GATE=gates is not None, num_warps=DELTA_WARPS,
         )  # fmt: skip
         if gates is not None:
-            columns_3BHS = lse_BHS.new_empty(1 if factors is None else 3, *lse_BHS.shape)
-            ds = torch.empty_like(lse_BHS), columns_3BHS
+            parts = 1 if factors is None else layout.levels + 1
+            ds = torch.empty_like(lse_BHS), lse_BHS.new_empty(parts, *lse_BHS.shape)
         for rows, groups in pieces(inputs, layout, factors):
             heads = inputs.heads_of(groups)
             of_rows = (x[rows, heads] for x in (lse_BHS, delta_BHS, less_BHS))
@@ -158,9 +158,9 @@ class Inputs:
         block = launch_plan(self.q.device).block
         return gate_sums(self.log_forget, layout.S, layout.tile, block)
 
-    def layout(self, maps: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
+    def layout(self, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
         _, T, H, _ = self.q.shape
-        return layout_of(T, H, launch_plan(self.q.device).tile, maps, cu_seqlens, max_seqlen)
+        return layout_of(T, H, launch_plan(self.q.device).tile, cu_seqlens, max_seqlen)
 
 
 @dataclass
@@ -253,14 +253,14 @@ class Piece:
         x, layout, carried = self.inputs, self.layout, self.carried
         H, (G, V) = x.q.shape[2], x.v.shape[2:]
         if carried is None:
-            operands = [x.q, None, None, x.k, None, x.v, None]
+            operands = [x.q, x.k, x.v, None]
         else:
-            queries, keys = (carried.q_near, carried.q_far), (carried.k, carried.k_far)
-            operands = [None, *queries, *keys, x.v, carried.logits]
+            operands = [carried.q, carried.k, x.v, carried.logits]
         sums = totals = None
         if self.gates is not None:
             sums, totals = self.gates.tokens_4BHS, self.gates.blocks_BHN
-        sizes = [self.scale * LOG2_E, x.q.shape[1], layout.S, layout.span, layout.lags]
+        sizes = [self.scale * LOG2_E, x.q.shape[1], layout.S]
+        sizes += [layout.tiles, layout.levels, layout.reach, layout.versions, layout.nodes]
         sizes += [0 if sums is None else sums.stride(0), layout.heads, H]
         options = {
             "R": H // G,
@@ -295,36 +295,34 @@ def attend_backward(
     ds: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Writes the gradients of a piece's inputs, but the gate's; with a gate the sums of ds over
-    rows [B, H, S], and over columns in one or three parts [1 or 3, B, H, S]."""
+    rows [B, H, S], and over columns in parts [parts, B, H, S]."""
     plan, carried, gradients = launch_plan(do_BTHV.device), piece.carried, None
     if carried is not None:
         gradients = CarriedGradients.empty(carried)
-    rows_BHS, columns_3BHS = (None, None) if ds is None else ds
+    rows_BHS, columns_PBHS = (None, None) if ds is None else ds
     of_rows = do_BTHV, lse_BHS, delta_BHS
 
     operands, sizes, options = piece.arguments(plan.keys)
-    dk, dk_far = (found.k, None) if gradients is None else (gradients.k, gradients.k_far)
+    dk = [found.k, None] if gradients is None else [gradients.k_right, gradients.k]
     launch_keys(
         piece.grid(found.k.shape[2]),
         *operands,
         piece.layout.end_S,
-        None if carried is None else carried.to_end,
+        None if carried is None else carried.maps,
         *of_rows,
         less_BHS,
-        dk,
-        dk_far,
+        *dk,
         found.v,
-        columns_3BHS,
+        columns_PBHS,
         *sizes,
         **options,
     )
     operands, sizes, options = piece.arguments(plan.queries)
-    versions = [None, None, found.q, None, None, None]
+    versions = [None, found.q, None, None]
     if carried is not None and gradients is not None:
-        versions = [carried.maps, carried.span_maps, gradients.q_carried]
-        versions += [gradients.q_near, gradients.q_far, gradients.logits]
+        versions = [carried.maps, gradients.q_left, gradients.q, gradients.logits]
     grid = piece.grid(found.q.shape[2])
-    launch_queries(grid, *operands, *of_rows, *versions, rows_BHS, columns_3BHS, *sizes, **options)
+    launch_queries(grid, *operands, *of_rows, *versions, rows_BHS, columns_PBHS, *sizes, **options)
     if piece.factors is not None:
         assert carried is not None
         assert gradients is not None

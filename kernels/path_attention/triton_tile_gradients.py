@@ -75,7 +75,7 @@ def key_gradient_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def inverse_gradient_kernel(
-    w, beta, start_S, L, XT, Y, M, dq_carried, dmaps, ZT, V, dA, dbeta_own, T, S, heads, H,
+    w, beta, start_S, L, XT, Y, M, dq_carried, dmaps, ZT, V, dA, dbeta_own, T, S, heads, H, nodes,
     R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """A tile's V and dA, and of dbeta what passes through Y."""
@@ -84,7 +84,7 @@ def inverse_gradient_kernel(
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     own = bg * S + n * C
     w_CK = tl.load(tile(w, own, K, row_C, key_K)).to(LOW)
-    dP_KK = tl.load(tile(dmaps, (bg * (S // C) + n) * K, K, key_K, key_K))
+    dP_KK = tl.load(tile(dmaps, (bg * nodes + n) * K, K, key_K, key_K))
     dY_CK = tl.dot(w_CK, dP_KK)
     dY_CK = gathered(dY_CK, M, dq_carried, row_C, bg, n, T, S, heads, H, R, C, K, LOW, False)
     Y_tile = tile(Y, own, K, row_C, key_K)
@@ -104,7 +104,7 @@ def inverse_gradient_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def row_gradient_kernel(
     q, k, w, beta, start_S, XT, Y, dM, dk_carried, dmaps, ZT, V, dA, dbeta_parts, dw, dbeta,
-    T, S, heads, H,
+    T, S, heads, H, nodes,
     R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def row_gradient_kernel(
     dkc_CK = tl.load(tile(dk_carried, own, K, row_C, key_K))
     XT_CR = tl.load(tile(XT, own, C, row_C, row_R)).to(LOW)
     dw_RK = tl.dot(tl.trans(XT_CR), dkc_CK, -dw_RK)
-    dP_KK = tl.load(tile(dmaps, (bg * (S // C) + n) * K, K, key_K, key_K))
+    dP_KK = tl.load(tile(dmaps, (bg * nodes + n) * K, K, key_K, key_K))
     Y_RK = tl.load(tile(Y, own, K, row_R, key_K)).to(LOW)
     dw_RK = tl.dot(Y_RK, tl.trans(dP_KK), dw_RK)
     beta_R = tl.load(beta + own + row_R)
@@ -147,3 +147,40 @@ def row_gradient_kernel(
         later_CR = later_CR & ((n * C + row_C)[:, None] >= start_R[None, :])
     dw_RK = tl.dot(tl.trans(tl.where(later_CR, Z_CR, 0.0).to(LOW)), k_CK, dw_RK)
     tl.store(tile(dw + g * K, first, groups * K, row_R, key_K), dw_RK, (t_R < T)[:, None])
+
+
+@triton.jit(do_not_specialize=VARYING)
+def query_gradient_kernel(
+    q, k, w, beta, start_S, XT, Y, dlogits, dq_carried, dq, M, dM, scale, T, S, heads, H,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tile of queries, from that of its logits and of the queries at its left
+    edge; scaled M and dM, both before beta, for what its key/value head gathers."""
+    a, row_R = part(ROWS, C)
+    bh = tl.program_id(1).to(tl.int64)
+    b, h = bh // H, bh % H
+    g, G, groups = h // R, H // R, heads // R
+    row_C, key_K = tl.arange(0, C), tl.arange(0, K)
+    inside_R1 = (a * C + row_R < T)[:, None]
+    inside_C1 = (a * C + row_C < T)[:, None]
+    first, own, shared = b * T + a * C, bh * S + a * C, (b * G + g) * S + a * C
+    seen_RC = upto(start_S, a * C, row_R, C, DOCUMENTS)
+    weight_C = tl.load(beta + shared + row_C) * scale
+    dlogits_RC = tl.load(tile(dlogits, own, C, row_R, row_C))
+    dv_tile = tile(dq_carried, own, K, row_R, key_K)
+    dM_RC = tl.dot(dlogits_RC, tl.load(tile(XT, shared, C, row_C, row_C)).to(LOW))
+    Y_CK = tl.load(tile(Y, shared, K, row_C, key_K)).to(LOW)
+    dM_RC = tl.dot(tl.load(dv_tile), tl.trans(Y_CK), dM_RC)
+    dM_RC = tl.where(seen_RC, dM_RC * -weight_C[None, :], 0.0).to(LOW)
+    tl.store(tile(dM, own, C, row_R, row_C), dM_RC)
+    w_CK = tl.load(tile(w, shared, K, row_C, key_K)).to(LOW)
+    k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
+    dq_RK = tl.dot(dlogits_RC, k_CK)
+    dq_RK = (dq_RK + tl.load(dv_tile).to(tl.float32)) * scale
+    dq_RK = tl.dot(dM_RC, w_CK, dq_RK)
+    dq_tile = tile(dq + h * K, first, heads * K, row_R, key_K)
+    tl.store(dq_tile, dq_RK.to(dq.dtype.element_ty), inside_R1)
+    q_RK = tl.load(tile(q + h * K, first, heads * K, row_R, key_K), inside_R1, 0.0).to(LOW)
+    M_RC = tl.where(seen_RC, tl.dot(q_RK, tl.trans(w_CK)), 0.0) * scale
+    tl.store(tile(M, own, C, row_R, row_C), M_RC.to(LOW))
