@@ -19,10 +19,8 @@ from mixtron.kernels.path_attention.triton_maps import (
 )
 from mixtron.kernels.path_attention.triton_plan import Layout
 from mixtron.kernels.path_attention.triton_tile_gradients import (
-    inverse_gradient_kernel,
-    key_gradient_kernel,
     query_gradient_kernel,
-    row_gradient_kernel,
+    tile_gradient_kernel,
 )
 from mixtron.kernels.path_attention.triton_tiles import inverse_kernel, map_kernel
 from mixtron.kernels.triton_tools import INTERPRETED
@@ -34,9 +32,7 @@ launch_key_version = Launched(key_version_kernel)
 launch_query_version = Launched(query_version_kernel)
 launch_query_gradient = Launched(query_gradient_kernel)
 launch_map_gradient = Launched(map_gradient_kernel)
-launch_key_gradient = Launched(key_gradient_kernel)
-launch_inverse_gradient = Launched(inverse_gradient_kernel)
-launch_row_gradient = Launched(row_gradient_kernel)
+launch_tile_gradient = Launched(tile_gradient_kernel)
 
 
 @dataclass(frozen=True)
@@ -56,9 +52,7 @@ SHARES = {
     "query version": Share(rows=64, warps=4),
     "query gradient": Share(rows=64, warps=4),
     "map gradient": Share(rows=64, warps=4),
-    "key gradient": Share(rows=64, warps=4),
-    "inverse gradient": Share(rows=128, warps=4),
-    "row gradient": Share(rows=64, warps=4),
+    "tile gradient": Share(rows=128, warps=8),
 }
 FINE, LOW = (tl.float32, tl.float32) if INTERPRETED else (tl.float16, tl.bfloat16)
 """What bounded operands and gradients are rounded to; the interpreter cannot multiply it."""
@@ -221,33 +215,19 @@ def carry_gradients(
     sizes = {"K": K, "C": C, "num_stages": 1}
     options = sizes | {"R": H // G, "DOCUMENTS": start_S is not None}
     of_queries = T, layout.S, layout.heads, H
-    M, dM = torch.empty_like(d.logits), torch.empty_like(d.logits)
+    dM = torch.empty_like(d.logits)
     parts, shares = _shares("query gradient", C)
     launch_query_gradient(
         (parts * N, B * H),
-        q_BTHK, k_BTGK, w, beta, start_S, x.XT, x.Y, d.logits, d.q_left, dq, M, dM,
+        k_BTGK, w, beta, start_S, x.XT, x.Y, d.logits, d.q_left, dq, dM,
         scale, *of_queries, LOW=LOW, **shares, **options,
     )  # fmt: skip
     dmaps = _map_gradients(x, d, layout, H)
-    ZT, dA = (torch.empty_like(x.XT, dtype=dq.dtype) for _ in range(2))
-    V = torch.empty_like(d.k_right)
-    parts, shares = _shares("key gradient", C)
-    dbeta_parts = beta.new_empty(parts + 1, *beta.shape)
-    launch_key_gradient(
-        (parts * N, B * G),
-        q_BTHK, w, beta, start_S, L, x.XT, M, d.logits, d.k_right, ZT, dk, dbeta_parts,
-        scale, *of_queries, LOW=LOW, **shares, **options,
-    )  # fmt: skip
-    launch_inverse_gradient(
+    launch_tile_gradient(
         (N, B * G),
-        w, beta, start_S, L, x.XT, x.Y, M, d.q_left, dmaps, ZT, V, dA, dbeta_parts[parts],
-        *of_queries, layout.nodes, LOW=LOW, num_warps=SHARES["inverse gradient"].warps, **options,
-    )  # fmt: skip
-    parts, shares = _shares("row gradient", C)
-    launch_row_gradient(
-        (parts * N, B * G),
-        q_BTHK, k_BTGK, w, beta, start_S, x.XT, x.Y, dM, d.k_right, dmaps, ZT, V, dA,
-        dbeta_parts, dw, dbeta, *of_queries, layout.nodes, PARTS=dbeta_parts.shape[0], LOW=LOW, **shares, **options,
+        q_BTHK, k_BTGK, w, beta, start_S, L, x.XT, x.Y, d.logits, dM, d.q_left, d.k_right, dmaps,
+        dk, dw, dbeta, scale, *of_queries, layout.nodes,
+        LOW=LOW, num_warps=SHARES["tile gradient"].warps, **options,
     )  # fmt: skip
 
 
