@@ -68,10 +68,22 @@ class Factors:
     """[B, G, S] fp32."""
     L: Tensor
     """[B, G, S, C] fine: (I + tril(W W^T diag(beta), -1))^-1 of each tile."""
+    Y: Tensor | None
+    """[B, G, S, K] fine: before beta; where it and maps are kept."""
+    maps: Tensor | None
+    """[B, G, nodes, K, K] fine."""
+    q: Tensor | None
+    """[B, H, versions, C, K] in q's dtype, scaled: queries in versions, where these are kept."""
+    logits: Tensor | None
+    """[B, H, S, C] inside tiles, without gates, not masked; fine."""
 
-    def part(self, rows: slice, groups: slice) -> "Factors":
+    def part(self, rows: slice, groups: slice, heads: slice) -> "Factors":
         """Views, each in one piece."""
-        return Factors(*(x[rows, groups] for x in vars(self).values()))
+        of_keys = (self.w, self.beta, self.L, self.Y, self.maps)
+        return Factors(
+            *(None if x is None else x[rows, groups] for x in of_keys),
+            *(None if x is None else x[rows, heads] for x in (self.q, self.logits)),
+        )
 
 
 @dataclass
@@ -80,11 +92,9 @@ class Carried:
     as in triton_tree.py; q's dtype, or `fine`."""
 
     q: Tensor
-    """[B, H, versions, C, K], scaled."""
     k: Tensor
     """[B, G, versions, C, K]."""
     logits: Tensor
-    """[B, H, S, C] inside tiles, without gates, not masked; fine."""
     maps: Tensor
     """[B, G, nodes, K, K] fine."""
     XT: Tensor
@@ -119,15 +129,22 @@ class CarriedGradients:
         )
 
 
-def workspace_bytes(layout: Layout, K: int, shared: int) -> int:
+def query_bytes(layout: Layout, K: int) -> int:
+    """What one query head of one row needs for its versions and its logits inside tiles."""
+    return 2 * layout.tile * (layout.versions * K + layout.S)
+
+
+def workspace_bytes(layout: Layout, K: int, shared: int, kept: bool) -> int:
     """About what `Carried` and its gradients need, for one key/value head of one row."""
     S, C = layout.S, layout.tile
-    versions = 2 * (1 + shared) * layout.versions * C * K
-    tiles = S * (4 * C + 3 * K + shared * (4 * C + K))
-    return 2 * (versions + 2 * layout.nodes * K * K + tiles) + 16 * S
+    keys = 2 * (layout.versions * C * K + layout.nodes * K * K) + S * (C + 2 * K)
+    queries = query_bytes(layout, K) * (1 if kept else 2) + 2 * S * (C + K)
+    return 2 * keys + shared * queries
 
 
-def factors_of(w_BTGK: Tensor, beta_BTG: Tensor, layout: Layout) -> Factors:
+def factors_of(
+    q_BTHK: Tensor, w_BTGK: Tensor, beta_BTG: Tensor, layout: Layout, keep: bool, keep_maps: bool
+) -> Factors:
     (B, T, G, K), S, C = w_BTGK.shape, layout.S, layout.tile
     fine = w_BTGK.dtype if INTERPRETED else torch.float16
     w, L = (w_BTGK.new_empty(B, G, S, width, dtype=fine) for width in (K, C))
@@ -138,46 +155,70 @@ def factors_of(w_BTGK: Tensor, beta_BTG: Tensor, layout: Layout) -> Factors:
         K=K, C=C, FINE=FINE, DOCUMENTS=layout.start_S is not None,
         num_warps=SHARES["inverse"].warps, num_stages=1,
     )  # fmt: skip
-    return Factors(w, beta, L)
+    q = logits = None
+    if keep:
+        H = q_BTHK.shape[2]
+        q = q_BTHK.new_empty(B, H, layout.versions, C, K)
+        logits = w.new_empty(B, H, S, C)
+    Y, maps = maps_of(w, beta, L, layout) if keep_maps else (None, None)
+    return Factors(w, beta, L, Y, maps, q, logits)
+
+
+def maps_of(w: Tensor, beta: Tensor, L: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Y [B, G, S, K] and the nodes' maps [B, G, nodes, K, K]."""
+    B, G, S, K = w.shape
+    C, N, nodes = layout.tile, layout.tiles, layout.nodes
+    Y, maps = torch.empty_like(w), w.new_empty(B, G, nodes, K, K)
+    parts, shares = _shares("map", K, "COLUMNS")
+    options = {"K": K, "C": C, "FINE": FINE, "num_stages": 1}
+    launch_map((parts * N, B * G), w, beta, L, Y, maps, S, nodes, **shares, **options)
+    parts, shares = _shares("node", K)
+    row = 0
+    for level in range(1, layout.crossed_levels):
+        grid = parts * (N >> level), B * G
+        launch_node(grid, maps, row, level, N, nodes, K=K, num_stages=1, **shares)
+        row += N >> (level - 1)
+    return Y, maps
 
 
 def carry(
-    q_BTHK: Tensor, k_BTGK: Tensor, factors: Factors, scale: float, layout: Layout
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    factors: Factors,
+    scale: float,
+    layout: Layout,
+    backward: bool,
 ) -> Carried:
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
-    S, C, N, levels = layout.S, layout.tile, layout.tiles, layout.levels
+    S, C, N = layout.S, layout.tile, layout.tiles
     fine = factors.w.dtype
 
     def new(*shape: int, dtype: torch.dtype = fine) -> Tensor:
         return q_BTHK.new_empty(B, *shape, dtype=dtype)
 
     low = q_BTHK.dtype
+    w, beta, L, Y, maps = factors.w, factors.beta, factors.L, factors.Y, factors.maps
+    if Y is None or maps is None:
+        Y, maps = maps_of(w, beta, L, layout)
     x = Carried(
-        q=new(H, layout.versions, C, K, dtype=low),
+        q=new(H, layout.versions, C, K, dtype=low) if factors.q is None else factors.q,
         k=new(G, layout.versions, C, K, dtype=low),
-        logits=new(H, S, C),
-        maps=new(G, layout.nodes, K, K),
+        logits=new(H, S, C) if factors.logits is None else factors.logits,
+        maps=maps,
         XT=new(G, S, C),
-        Y=new(G, S, K),
+        Y=Y,
     )
-    w, beta, L = vars(factors).values()
     options = {"K": K, "C": C, "FINE": FINE, "num_stages": 1}
     documents = {"DOCUMENTS": layout.start_S is not None}
-    tree = N, levels, layout.reach, layout.versions, layout.nodes
-    parts, shares = _shares("map", K, "COLUMNS")
-    launch_map((parts * N, B * G), w, beta, L, x.Y, x.maps, S, layout.nodes, **shares, **options)
-    parts, shares = _shares("node", K)
-    row = 0
-    for level in range(1, layout.crossed_levels):
-        grid = parts * (N >> level), B * G
-        launch_node(grid, x.maps, row, level, N, layout.nodes, K=K, num_stages=1, **shares)
-        row += N >> (level - 1)
+    tree = N, layout.levels, layout.reach, layout.versions, layout.nodes
     parts, shares = _shares("key version", C)
     launch_key_version(
         (parts * N, B * G),
         k_BTGK, w, beta, layout.start_S, layout.end_S, L, x.maps, x.XT, x.k,
         T, layout.heads // (H // G), G, *tree, **shares, **documents, **options,
     )  # fmt: skip
+    if backward and factors.q is not None:
+        return x
     parts, shares = _shares("query version", C)
     launch_query_version(
         (parts * N, B * H),
@@ -211,7 +252,7 @@ def carry_gradients(
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     C, N, start_S = layout.tile, layout.tiles, layout.start_S
     x, d = carried, gradients
-    w, beta, L = vars(factors).values()
+    w, beta, L = factors.w, factors.beta, factors.L
     sizes = {"K": K, "C": C, "num_stages": 1}
     options = sizes | {"R": H // G, "DOCUMENTS": start_S is not None}
     of_queries = T, layout.S, layout.heads, H

@@ -18,6 +18,7 @@ from mixtron.kernels.path_attention.triton_carry import (
     carry,
     carry_gradients,
     factors_of,
+    query_bytes,
     workspace_bytes,
 )
 from mixtron.kernels.path_attention.triton_forward import forward_kernel
@@ -35,6 +36,9 @@ from mixtron.kernels.triton_tools import INTERPRETED, check_takes, product_dtype
 
 WORKSPACE_BYTES = 2**30
 """Of what is in memory at once beyond inputs and results; heads are taken in pieces that fit."""
+KEEP_MAPS = False
+KEPT_BYTES = 0
+"""Up to which queries in versions are kept for backward, which makes them again beyond."""
 LOG2_E = 1.4426950408889634
 DELTA_WARPS = 4
 launch_forward, launch_delta = Launched(forward_kernel), Launched(delta_kernel)
@@ -88,23 +92,26 @@ class _Attention(torch.autograd.Function):
         layout = inputs.layout(cu_seqlens, max_seqlen)
         gates, factors = inputs.gates(layout), None
         if w is not None:
-            factors = factors_of(w.contiguous(), beta.contiguous(), layout)
+            size = query_bytes(layout, q.shape[3]) * q.shape[0] * q.shape[2]
+            keep = size <= KEPT_BYTES and any(ctx.needs_input_grad)
+            of_maps = w.contiguous(), beta.contiguous()
+            factors = factors_of(inputs.q, *of_maps, layout, keep, KEEP_MAPS)
         o_BTHV, lse_BHS = q.new_empty(*q.shape[:3], v.shape[3]), _rows(q, layout)
         for rows, groups in pieces(inputs, layout, factors):
             heads = inputs.heads_of(groups)
-            piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale)
+            piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale, False)
             attend(piece, o_BTHV[rows, :, heads], lse_BHS[rows, heads])
-        kept = (None, None, None) if factors is None else vars(factors).values()
+        kept = (None,) * 7 if factors is None else vars(factors).values()
         ctx.save_for_backward(q, k, v, log_forget, *kept, o_BTHV, lse_BHS, cu_seqlens)
         ctx.options = scale, max_seqlen
         return o_BTHV
 
     @staticmethod
     def backward(ctx, do_BTHV):  # type: ignore[override]
-        *saved, w, beta, L, o_BTHV, lse_BHS, cu_seqlens = ctx.saved_tensors
+        *saved, o_BTHV, lse_BHS, cu_seqlens = ctx.saved_tensors
         scale, max_seqlen = ctx.options
-        inputs, do_BTHV = Inputs(*saved).contiguous(), do_BTHV.contiguous()
-        factors = None if w is None else Factors(w, beta, L)
+        inputs, do_BTHV = Inputs(*saved[:4]).contiguous(), do_BTHV.contiguous()
+        factors = None if saved[4] is None else Factors(*saved[4:])
         layout = inputs.layout(cu_seqlens, max_seqlen)
         delta_BHS, less_BHS = _rows(inputs.q, layout), _rows(inputs.q, layout)
         gates, gradients, ds = inputs.gates(layout), Gradients.empty(inputs, factors), None
@@ -122,13 +129,12 @@ class _Attention(torch.autograd.Function):
             heads = inputs.heads_of(groups)
             of_rows = (x[rows, heads] for x in (lse_BHS, delta_BHS, less_BHS))
             own = None if ds is None else (ds[0][rows, heads], ds[1][:, rows, heads])
-            piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale)
+            piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale, True)
             of_rows = do_BTHV[rows, :, heads], *of_rows
             attend_backward(piece, *of_rows, gradients.part(inputs, rows, groups), own)
         if inputs.log_forget is not None and ds is not None:
-            ds_BHS = ds[0] - ds[1].sum(0)
             bounds = layout.start_S, layout.end_S
-            gradients.log_forget = gate_gradient(ds_BHS, inputs.log_forget, *bounds)
+            gradients.log_forget = gate_gradient(*ds, T, *bounds)
         return *vars(gradients).values(), None, None, None
 
 
@@ -202,7 +208,8 @@ def pieces(inputs: Inputs, layout: Layout, factors: Factors | None) -> list[tupl
     if factors is None:
         return [(slice(0, B), slice(0, G))]
     shared = inputs.q.shape[2] // G
-    fits = max(1, WORKSPACE_BYTES // workspace_bytes(layout, inputs.q.shape[3], shared))
+    kept = factors.q is not None
+    fits = max(1, WORKSPACE_BYTES // workspace_bytes(layout, inputs.q.shape[3], shared, kept))
     rows, groups = _even(B, max(1, fits // G)), _even(G, fits)
     return [
         (slice(b, min(b + rows, B)), slice(g, min(g + groups, G)))
@@ -236,13 +243,15 @@ class Piece:
         groups: slice,
         layout: Layout,
         scale: float,
+        backward: bool,
     ) -> "Piece":
+        heads = inputs.heads_of(groups)
         if gates is not None:
-            gates = gates.part(rows, inputs.heads_of(groups))
+            gates = gates.part(rows, heads)
         inputs, carried = inputs.part(rows, groups), None
         if factors is not None:
-            factors = factors.part(rows, groups)
-            carried = carry(inputs.q, inputs.k, factors, scale, layout)
+            factors = factors.part(rows, groups, heads)
+            carried = carry(inputs.q, inputs.k, factors, scale, layout, backward)
         return Piece(inputs, factors, gates, carried, layout, scale)
 
     def grid(self, heads: int) -> tuple[int, int]:
