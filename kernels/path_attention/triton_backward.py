@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from mixtron.kernels.path_attention.triton_forward import LOG2_E, VARYING
-from mixtron.kernels.path_attention.triton_tiles import longest_first
+from mixtron.kernels.path_attention.triton_tiles import longest_first, lower
 from mixtron.kernels.path_attention.triton_tree import (
     key_version,
     last_tile,
@@ -180,7 +180,8 @@ def key_kernel(
             within_B1 = (t_B < T)[:, None]
             do_BV = tl.load(tile(do, first, heads * V, column, value_V), within_B1, 0.0).to(PRODUCT)
             if MAPS:
-                s_BC = tl.load(tile(logits, bh * S + first, C, column, row_C))
+                below_BC = lower(i * BLOCK + column, row_C, C)
+                s_BC = tl.load(tile(logits, bh * S + first, C, column, row_C), below_BC, 0.0)
                 s_CB = tl.trans(s_BC).to(tl.float32) * LOG2_E
             else:
                 q_tile = tile(q + h * K, b * T + first, heads * K, column, key_K)

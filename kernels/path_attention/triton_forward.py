@@ -11,7 +11,7 @@ that is T^2 is FlashAttention, with or without maps.
 import triton
 import triton.language as tl
 
-from mixtron.kernels.path_attention.triton_tiles import longest_first
+from mixtron.kernels.path_attention.triton_tiles import longest_first, lower
 from mixtron.kernels.path_attention.triton_tree import (
     first_tile,
     key_version,
@@ -94,7 +94,8 @@ def forward_kernel(
         within_B1 = (u_B < T)[:, None]
         if MAPS:
             pair = tile(logits + i * BLOCK, bh * S + a * C, C, row_C, column)
-            s_CB = tl.load(pair).to(tl.float32) * LOG2_E
+            below_CB = lower(row_C, i * BLOCK + column, C)
+            s_CB = tl.load(pair, below_CB, 0.0).to(tl.float32) * LOG2_E
         else:
             k_BK = tl.load(tile(keys, first, groups * K, column, key_K), within_B1, 0.0)
             s_CB = tl.dot(q_CK, tl.trans(k_BK.to(PRODUCT))) * scale

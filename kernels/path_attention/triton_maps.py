@@ -7,7 +7,14 @@ maps. Versions are made as far as a tile's documents reach."""
 import triton
 import triton.language as tl
 
-from mixtron.kernels.path_attention.triton_tiles import before, longest_first, part, upto
+from mixtron.kernels.path_attention.triton_tiles import (
+    before,
+    longest_first,
+    lower,
+    part,
+    upper,
+    upto,
+)
 from mixtron.kernels.path_attention.triton_tree import (
     first_tile,
     key_version,
@@ -52,8 +59,9 @@ def key_version_kernel(
     k_tile = tile(k + g * K, b * T + c * C, groups * K, row_R, key_K)
     BT_RC = tl.dot(tl.load(k_tile, inside_R1, 0.0).to(FINE), tl.trans(w_CK))
     BT_RC = tl.where(before(start_S, c * C, row_R, C, DOCUMENTS), BT_RC, 0.0).to(FINE)
-    XT_RC = tl.dot(BT_RC, tl.trans(tl.load(tile(L, own, C, row_C, row_C))))
-    tl.store(tile(XT, own, C, row_R, row_C), XT_RC.to(FINE))
+    L_CC = tl.load(tile(L, own, C, row_C, row_C), lower(row_C, row_C, C), 0.0)
+    XT_RC = tl.dot(BT_RC, tl.trans(L_CC))
+    tl.store(tile(XT, own, C, row_R, row_C), XT_RC.to(FINE), upper(row_R, row_C, C))
     beta_C = tl.load(beta + own + row_C)
     k_RK = tl.dot((XT_RC * -beta_C[None, :]).to(FINE), w_CK)
     k_RK += tl.load(k_tile, inside_R1, 0.0).to(tl.float32)
@@ -98,10 +106,10 @@ def query_version_kernel(
     M_RC = tl.where(upto(start_S, a * C, row_R, C, DOCUMENTS), M_RC, 0.0).to(FINE)
     k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0)
     logits_RC = tl.dot(q_RK.to(FINE), tl.trans(k_CK.to(FINE)))
-    XT_CC = tl.load(tile(XT, shared, C, row_C, row_C))
+    XT_CC = tl.load(tile(XT, shared, C, row_C, row_C), upper(row_C, row_C, C), 0.0)
     logits_RC = tl.dot(M_RC, tl.trans(XT_CC), logits_RC)
     logits_tile = tile(logits, (bh * tiles + a) * C, C, row_R, row_C)
-    tl.store(logits_tile, (logits_RC * scale).to(FINE))
+    tl.store(logits_tile, (logits_RC * scale).to(FINE), lower(row_R, row_C, C))
     v_RK = tl.dot(M_RC, tl.load(tile(Y, shared, K, row_C, key_K)))
     v_RK = (v_RK + q_RK.to(tl.float32)) * scale
 

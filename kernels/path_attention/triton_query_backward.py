@@ -8,7 +8,7 @@ import triton.language as tl
 
 from mixtron.kernels.path_attention.triton_backward import block_sum
 from mixtron.kernels.path_attention.triton_forward import LOG2_E, VARYING
-from mixtron.kernels.path_attention.triton_tiles import longest_first
+from mixtron.kernels.path_attention.triton_tiles import longest_first, lower
 from mixtron.kernels.path_attention.triton_tree import (
     first_tile,
     key_version,
@@ -99,7 +99,8 @@ def query_kernel(
         v_BV = tl.load(tile(v, first, groups * V, column, value_V), within_B1, 0.0).to(PRODUCT)
         if MAPS:
             pair = tile(logits + i * BLOCK, bh * S + a * C, C, row_C, column)
-            s_CB = tl.load(pair).to(tl.float32) * LOG2_E
+            below_CB = lower(row_C, i * BLOCK + column, C)
+            s_CB = tl.load(pair, below_CB, 0.0).to(tl.float32) * LOG2_E
         else:
             k_BK = tl.load(tile(keys, first, groups * K, column, key_K), within_B1, 0.0).to(PRODUCT)
             s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
@@ -111,7 +112,7 @@ def query_kernel(
         sum_C += tl.sum(ds_CB, 1)
         if MAPS:
             pair = tile(dlogits + i * BLOCK, bh * S + a * C, C, row_C, column)
-            tl.store(pair, ds_CB.to(dlogits.dtype.element_ty))
+            tl.store(pair, ds_CB.to(dlogits.dtype.element_ty), below_CB)
             if GATE:
                 tl.store(columns_PBHS + levels * plane + bh * S + u_B, tl.sum(ds_CB, 0))
         else:

@@ -14,7 +14,14 @@ beta; with dX and dY the gradients behind beta, and Z and V those of what L mult
 import triton
 import triton.language as tl
 
-from mixtron.kernels.path_attention.triton_tiles import VARYING, before, part, upto
+from mixtron.kernels.path_attention.triton_tiles import (
+    VARYING,
+    before,
+    lower,
+    part,
+    upper,
+    upto,
+)
 from mixtron.kernels.triton_tools import tile
 
 
@@ -34,13 +41,15 @@ def query_gradient_kernel(
     inside_C1 = (a * C + row_C < T)[:, None]
     first, own, shared = b * T + a * C, bh * S + a * C, (b * G + g) * S + a * C
     seen_RC = upto(start_S, a * C, row_R, C, DOCUMENTS)
-    dlogits_RC = tl.load(tile(dlogits, own, C, row_R, row_C))
+    below_RC = lower(row_R, row_C, C)
+    dlogits_RC = tl.load(tile(dlogits, own, C, row_R, row_C), below_RC, 0.0)
     dv_tile = tile(dq_left, own, K, row_R, key_K)
-    dM_RC = tl.dot(dlogits_RC, tl.load(tile(XT, shared, C, row_C, row_C)).to(LOW))
+    XT_CC = tl.load(tile(XT, shared, C, row_C, row_C), upper(row_C, row_C, C), 0.0)
+    dM_RC = tl.dot(dlogits_RC, XT_CC.to(LOW))
     Y_CK = tl.load(tile(Y, shared, K, row_C, key_K)).to(LOW)
     dM_RC = tl.dot(tl.load(dv_tile), tl.trans(Y_CK), dM_RC)
     dM_RC = tl.where(seen_RC, dM_RC * scale, 0.0)
-    tl.store(tile(dM, own, C, row_R, row_C), dM_RC.to(LOW))
+    tl.store(tile(dM, own, C, row_R, row_C), dM_RC.to(LOW), below_RC)
     k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
     dq_RK = tl.dot(dlogits_RC, k_CK)
     dq_RK = (dq_RK + tl.load(dv_tile).to(tl.float32)) * scale
@@ -77,6 +86,7 @@ def tile_gradient_kernel(
     dP_tile = tile(dmaps, (bg * nodes + n) * K, K, key_K, key_K)
     beta_C = tl.load(beta + own + row_C)
     seen_CC = upto(start_S, n * C, row_C, C, DOCUMENTS)
+    below_CC, above_CC = lower(row_C, row_C, C), upper(row_C, row_C, C)
 
     w_CK = tl.load(w_tile).to(LOW)
     dX_CC = tl.dot(tl.load(dk_tile), tl.trans(w_CK))  # of X^T: a row is a key's
@@ -84,9 +94,9 @@ def tile_gradient_kernel(
         h = g * R + r
         q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
         M_CC = tl.where(seen_CC, tl.dot(q_CK, tl.trans(w_CK)) * scale, 0.0).to(LOW)
-        dlogits_CC = tl.load(tile(dlogits, (b * H + h) * S + n * C, C, row_C, row_C))
+        dlogits_CC = tl.load(tile(dlogits, (b * H + h) * S + n * C, C, row_C, row_C), below_CC, 0.0)
         dX_CC = tl.dot(tl.trans(dlogits_CC), M_CC, dX_CC)
-    L_CC = tl.load(tile(L, own, C, row_C, row_C)).to(LOW)
+    L_CC = tl.load(tile(L, own, C, row_C, row_C), below_CC, 0.0).to(LOW)
     Z_CC = tl.dot((dX_CC * -beta_C[None, :]).to(LOW), L_CC)
     Z_CC = tl.where(before(start_S, n * C, row_C, C, DOCUMENTS), Z_CC, 0.0).to(LOW)
     dk_CK = tl.dot(Z_CC, w_CK) * (1 / scale)
@@ -94,7 +104,9 @@ def tile_gradient_kernel(
         h = g * R + r
         if R > 1:
             q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
-            dlogits_CC = tl.load(tile(dlogits, (b * H + h) * S + n * C, C, row_C, row_C))
+            dlogits_CC = tl.load(
+                tile(dlogits, (b * H + h) * S + n * C, C, row_C, row_C), below_CC, 0.0
+            )
         dk_CK = tl.dot(tl.trans(dlogits_CC), q_CK, dk_CK)
     dk_CK = dk_CK * scale + tl.load(dk_tile).to(tl.float32)
     out_tile = tile(dk + g * K, first, groups * K, row_C, key_K)
@@ -110,17 +122,17 @@ def tile_gradient_kernel(
         dq_CK = tl.load(tile(dq_left, (b * H + h) * S + n * C, K, row_C, key_K))
         dY_CK = tl.dot(tl.trans(M_CC), dq_CK, dY_CK)
     dw_CK = tl.dot(tl.trans(L_CC), (dY_CK * -beta_C[:, None]).to(LOW))
-    dA_CC = tl.dot(tl.trans(Z_CC), tl.load(XT_tile).to(LOW))
+    dA_CC = tl.dot(tl.trans(Z_CC), tl.load(XT_tile, above_CC, 0.0).to(LOW))
     dA_CC = tl.dot(dw_CK.to(LOW), tl.trans(tl.load(Y_tile).to(LOW)), dA_CC)
     dA_CC = tl.where(seen_CC & (row_C[:, None] > row_C[None, :]), -dA_CC, 0.0).to(LOW)
     # Of diag(beta) W, less its sign: all that beta is in.
     du_CK = tl.dot(tl.load(Y_tile).to(LOW), tl.trans(tl.load(dP_tile)))
-    du_CK = tl.dot(tl.trans(tl.load(XT_tile).to(LOW)), tl.load(dk_tile), du_CK)
+    du_CK = tl.dot(tl.trans(tl.load(XT_tile, above_CC, 0.0).to(LOW)), tl.load(dk_tile), du_CK)
     du_CK = tl.dot(tl.trans(-dA_CC), w_CK, du_CK)
     for r in tl.static_range(R):
         h = g * R + r
         q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
-        dM_CC = tl.load(tile(dM, (b * H + h) * S + n * C, C, row_C, row_C))
+        dM_CC = tl.load(tile(dM, (b * H + h) * S + n * C, C, row_C, row_C), below_CC, 0.0)
         du_CK = tl.dot(tl.trans(dM_CC), q_CK, du_CK)
     dbeta_C = -tl.sum(du_CK * tl.load(w_tile).to(tl.float32), 1)
     tl.store(dbeta + (first + row_C) * groups + g, dbeta_C, n * C + row_C < T)

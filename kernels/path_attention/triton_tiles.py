@@ -65,6 +65,19 @@ def part(ROWS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def lower(row, column, C: tl.constexpr):
+    """[rows, columns]: which entries of a lower triangle C x C are in memory: all but its upper
+    right quarter."""
+    return (row >= C // 2)[:, None] | (column < C // 2)[None, :]
+
+
+@triton.jit
+def upper(row, column, C: tl.constexpr):
+    """The same of an upper triangle."""
+    return (row < C // 2)[:, None] | (column >= C // 2)[None, :]
+
+
+@triton.jit
 def upto(start_S, first, row_R, C: tl.constexpr, DOCUMENTS: tl.constexpr):
     """[rows, C]: the row's token is the column's or a later one of its document."""
     row_C = tl.arange(0, C)
@@ -131,7 +144,6 @@ def inverse_kernel(
     w2_tile = tile(w, first + HALF, G * K, row_H, key_K)
     w2_HK = tl.load(w2_tile, (t2_H < T)[:, None], 0.0).to(FINE)
     tl.store(tile(w_fine, own + HALF, K, row_H, key_K), w2_HK)
-    tl.store(tile(L + HALF, own, C, row_H, row_H), tl.zeros([HALF, HALF], FINE))
     A1_HH = gram(w1_HK, w1_HK, beta1_H, start1_H, n * C, n * C, HALF).to(FINE)
     A21_HH = gram(w2_HK, w1_HK, beta1_H, start2_H, middle, n * C, HALF).to(FINE)
     A2_HH = gram(w2_HK, w2_HK, beta2_H, start2_H, middle, middle, HALF).to(FINE)
@@ -156,7 +168,8 @@ def map_kernel(
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     own = bg * S + n * C
     w_CE = tl.load(tile(w, own, K, row_C, column_E))
-    Y_CE = tl.dot(tl.load(tile(L, own, C, row_C, row_C)), w_CE)
+    L_CC = tl.load(tile(L, own, C, row_C, row_C), lower(row_C, row_C, C), 0.0)
+    Y_CE = tl.dot(L_CC, w_CE)
     tl.store(tile(Y, own, K, row_C, column_E), Y_CE.to(FINE))
     Y_CE = (Y_CE * -tl.load(beta + own + row_C)[:, None]).to(FINE)
     w_CK = tl.load(tile(w, own, K, row_C, key_K))
