@@ -96,7 +96,8 @@ def tile_gradient_kernel(
         M_CC = tl.where(seen_CC, tl.dot(q_CK, tl.trans(w_CK)) * scale, 0.0).to(LOW)
         dlogits_CC = tl.load(tile(dlogits, (b * H + h) * S + n * C, C, row_C, row_C), below_CC, 0.0)
         dX_CC = tl.dot(tl.trans(dlogits_CC), M_CC, dX_CC)
-    L_CC = tl.load(tile(L, own, C, row_C, row_C), below_CC, 0.0).to(LOW)
+    L_tile = tile(L, own, C, row_C, row_C)
+    L_CC = tl.load(L_tile, below_CC, 0.0).to(LOW)
     Z_CC = tl.dot((dX_CC * -beta_C[None, :]).to(LOW), L_CC)
     Z_CC = tl.where(before(start_S, n * C, row_C, C, DOCUMENTS), Z_CC, 0.0).to(LOW)
     dk_CK = tl.dot(Z_CC, w_CK) * (1 / scale)
@@ -113,7 +114,7 @@ def tile_gradient_kernel(
     inside_C1 = (n * C + row_C < T)[:, None]
     tl.store(out_tile, dk_CK.to(dk.dtype.element_ty), inside_C1)
 
-    dY_CK = tl.dot(w_CK, tl.load(dP_tile))
+    dY_CK = tl.dot(tl.load(w_tile).to(LOW), tl.load(dP_tile))
     for r in tl.static_range(R):
         h = g * R + r
         if R > 1:
@@ -121,6 +122,7 @@ def tile_gradient_kernel(
             M_CC = tl.where(seen_CC, tl.dot(q_CK, tl.trans(w_CK)) * scale, 0.0).to(LOW)
         dq_CK = tl.load(tile(dq_left, (b * H + h) * S + n * C, K, row_C, key_K))
         dY_CK = tl.dot(tl.trans(M_CC), dq_CK, dY_CK)
+    L_CC = tl.load(L_tile, below_CC, 0.0).to(LOW)
     dw_CK = tl.dot(tl.trans(L_CC), (dY_CK * -beta_C[:, None]).to(LOW))
     dA_CC = tl.dot(tl.trans(Z_CC), tl.load(XT_tile, above_CC, 0.0).to(LOW))
     dA_CC = tl.dot(dw_CK.to(LOW), tl.trans(tl.load(Y_tile).to(LOW)), dA_CC)
