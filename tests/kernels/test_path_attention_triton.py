@@ -12,7 +12,7 @@ from mixtron.kernels.path_attention.triton_plan import Launch, Plan
 
 # Fresh memory is full of NaN, which shows whether unwritten memory is read.
 torch.use_deterministic_algorithms(True)
-# Small tiles, so that few tokens make a tree of three levels; of their maps' kernels half a program.
+# Small tiles: few tokens make a tree of three levels. Of the maps' kernels half a program.
 triton_carry.SHARES = {name: triton_carry.Share(8, 4) for name in triton_carry.SHARES}
 small = Launch(warps=4, stages=1)
 triton_op.launch_plan = lambda device: Plan(16, 8, small, small, small)
