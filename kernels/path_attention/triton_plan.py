@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixtron.kernels.path_attention.segment import documents
+from mixtron.kernels.recurrence import once
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,12 @@ def layout_of(
     reach = min((longest - 2) // C + 1, S // C - 1) if longest > 1 else 0
     start_S = end_S = None
     if cu_seqlens is not None:
-        bounds = F.pad(cu_seqlens.long(), (0, 1), value=S)
-        document_S = documents(cu_seqlens, S, 0, cu_seqlens.device)
-        start_S, end_S = bounds[document_S - 1].int(), bounds[document_S].int()
+        start_S, end_S = once(cu_seqlens, ("bounds", S), lambda: _bounds(cu_seqlens, S))
     return Layout(heads, C, S, reach, start_S, end_S)
+
+
+def _bounds(cu_seqlens: Tensor, S: int) -> tuple[Tensor, Tensor]:
+    """[S] int32 each: where every token's document starts and ends."""
+    bounds = F.pad(cu_seqlens.long(), (0, 1), value=S)
+    document_S = documents(cu_seqlens, S, 0, cu_seqlens.device)
+    return bounds[document_S - 1].int(), bounds[document_S].int()
