@@ -19,7 +19,6 @@ from mixtron.kernels.path_attention.triton_maps import (
 )
 from mixtron.kernels.path_attention.triton_plan import Layout
 from mixtron.kernels.path_attention.triton_tile_gradients import (
-    query_gradient_kernel,
     tile_gradient_kernel,
 )
 from mixtron.kernels.path_attention.triton_tiles import inverse_kernel, map_kernel
@@ -30,7 +29,6 @@ launch_map = Launched(map_kernel)
 launch_node = Launched(node_kernel)
 launch_key_version = Launched(key_version_kernel)
 launch_query_version = Launched(query_version_kernel)
-launch_query_gradient = Launched(query_gradient_kernel)
 launch_map_gradient = Launched(map_gradient_kernel)
 launch_tile_gradient = Launched(tile_gradient_kernel)
 
@@ -50,7 +48,6 @@ SHARES = {
     "node": Share(rows=64, warps=4),
     "key version": Share(rows=64, warps=4),
     "query version": Share(rows=64, warps=4),
-    "query gradient": Share(rows=64, warps=4),
     "map gradient": Share(rows=64, warps=4),
     "tile gradient": Share(rows=128, warps=8),
 }
@@ -115,6 +112,8 @@ class CarriedGradients:
     k_right: Tensor
     """[B, G, S, K]: of k at its tile's right edge."""
     logits: Tensor
+    M: Tensor
+    """[B, H, S, C]: less its sign, of tril(Q W^T)."""
 
     @staticmethod
     def empty(carried: Carried) -> "CarriedGradients":
@@ -126,6 +125,7 @@ class CarriedGradients:
             q_left=x.k.new_empty(B, H, S, K),
             k_right=x.k.new_empty(B, G, S, K),
             logits=torch.empty_like(x.logits, dtype=low),
+            M=torch.empty_like(x.logits, dtype=low),
         )
 
 
@@ -243,12 +243,11 @@ def carry_gradients(
     layout: Layout,
     carried: Carried,
     gradients: CarriedGradients,
-    dq: Tensor,
     dk: Tensor,
     dw: Tensor,
     dbeta: Tensor,
 ) -> None:
-    """Writes dq to dbeta, laid out like the op's inputs. `gradients` is overwritten."""
+    """Writes dk to dbeta, laid out like the op's inputs. `gradients` is overwritten."""
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     C, N, start_S = layout.tile, layout.tiles, layout.start_S
     x, d = carried, gradients
@@ -256,17 +255,10 @@ def carry_gradients(
     sizes = {"K": K, "C": C, "num_stages": 1}
     options = sizes | {"R": H // G, "DOCUMENTS": start_S is not None}
     of_queries = T, layout.S, layout.heads, H
-    dM = torch.empty_like(d.logits)
-    parts, shares = _shares("query gradient", C)
-    launch_query_gradient(
-        (parts * N, B * H),
-        k_BTGK, w, beta, start_S, x.XT, x.Y, d.logits, d.q_left, dq, dM,
-        scale, *of_queries, LOW=LOW, **shares, **options,
-    )  # fmt: skip
     dmaps = _map_gradients(x, d, layout, H)
     launch_tile_gradient(
         (N, B * G),
-        q_BTHK, k_BTGK, w, beta, start_S, L, x.XT, x.Y, d.logits, dM, d.q_left, d.k_right, dmaps,
+        q_BTHK, k_BTGK, w, beta, start_S, L, x.XT, x.Y, d.logits, d.M, d.q_left, d.k_right, dmaps,
         dk, dw, dbeta, scale, *of_queries, layout.nodes,
         LOW=LOW, num_warps=SHARES["tile gradient"].warps, **options,
     )  # fmt: skip

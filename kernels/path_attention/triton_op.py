@@ -327,17 +327,19 @@ def attend_backward(
         **options,
     )
     operands, sizes, options = piece.arguments(plan.queries)
-    versions = [None, found.q, None, None]
-    if carried is not None and gradients is not None:
-        versions = [carried.maps, gradients.q_left, gradients.q, gradients.logits]
+    of_tiles = [*[None] * 6, found.q, *[None] * 4]
+    if carried is not None and gradients is not None and piece.factors is not None:
+        w, beta = piece.factors.w, piece.factors.beta
+        of_tiles = [piece.inputs.k, w, beta, carried.XT, carried.Y, carried.maps, found.q]
+        of_tiles += [gradients.q_left, gradients.q, gradients.logits, gradients.M]
     grid = piece.grid(found.q.shape[2])
-    launch_queries(grid, *operands, *of_rows, *versions, rows_BHS, columns_PBHS, *sizes, **options)
+    launch_queries(grid, *operands, *of_rows, *of_tiles, rows_BHS, columns_PBHS, *sizes, **options)
     if piece.factors is not None:
         assert carried is not None
         assert gradients is not None
         assert found.w is not None
         assert found.beta is not None
-        written = found.q, found.k, found.w, found.beta
+        written = found.k, found.w, found.beta
         carry_gradients(
             piece.inputs.q, piece.inputs.k, piece.factors, piece.scale, piece.layout, carried,
             gradients, *written,

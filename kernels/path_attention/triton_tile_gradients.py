@@ -18,46 +18,40 @@ from mixtron.kernels.path_attention.triton_tiles import (
     VARYING,
     before,
     lower,
-    part,
     upper,
     upto,
 )
 from mixtron.kernels.triton_tools import tile
 
 
-@triton.jit(do_not_specialize=VARYING)
-def query_gradient_kernel(
-    k, w, beta, start_S, XT, Y, dlogits, dq_left, dq, dM, scale, T, S, heads, H,
-    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
+@triton.jit
+def query_gradient(
+    dv_CK, k, w, beta, start_S, XT, Y, dlogits, dq, dM, scale, a, bh, T, S, heads, H,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a tile's dq, and of -dM, whose M is before beta."""
-    a, row_R = part(ROWS, C)
-    bh = tl.program_id(1).to(tl.int64)
+    """A tile's dq, and -dM, whose M is before beta, from the gradient of its queries at its left
+    edge and that of its logits, which the same program has written."""
     b, h = bh // H, bh % H
     g, G, groups = h // R, H // R, heads // R
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    inside_R1 = (a * C + row_R < T)[:, None]
     inside_C1 = (a * C + row_C < T)[:, None]
     first, own, shared = b * T + a * C, bh * S + a * C, (b * G + g) * S + a * C
-    seen_RC = upto(start_S, a * C, row_R, C, DOCUMENTS)
-    below_RC = lower(row_R, row_C, C)
-    dlogits_RC = tl.load(tile(dlogits, own, C, row_R, row_C), below_RC, 0.0)
-    dv_tile = tile(dq_left, own, K, row_R, key_K)
+    below_CC = lower(row_C, row_C, C)
+    tl.debug_barrier()
+    dlogits_CC = tl.load(tile(dlogits, own, C, row_C, row_C), below_CC, 0.0)
     XT_CC = tl.load(tile(XT, shared, C, row_C, row_C), upper(row_C, row_C, C), 0.0)
-    dM_RC = tl.dot(dlogits_RC, XT_CC.to(LOW))
+    dM_CC = tl.dot(dlogits_CC, XT_CC.to(LOW))
     Y_CK = tl.load(tile(Y, shared, K, row_C, key_K)).to(LOW)
-    dM_RC = tl.dot(tl.load(dv_tile), tl.trans(Y_CK), dM_RC)
-    dM_RC = tl.where(seen_RC, dM_RC * scale, 0.0)
-    tl.store(tile(dM, own, C, row_R, row_C), dM_RC.to(LOW), below_RC)
+    dM_CC = tl.dot(dv_CK.to(LOW), tl.trans(Y_CK), dM_CC)
+    dM_CC = tl.where(upto(start_S, a * C, row_C, C, DOCUMENTS), dM_CC * scale, 0.0)
+    tl.store(tile(dM, own, C, row_C, row_C), dM_CC.to(LOW), below_CC)
     k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    dq_RK = tl.dot(dlogits_RC, k_CK)
-    dq_RK = (dq_RK + tl.load(dv_tile).to(tl.float32)) * scale
-    dM_RC *= -tl.load(beta + shared + row_C)[None, :]
+    dq_CK = tl.dot(dlogits_CC, k_CK, dv_CK) * scale
+    dM_CC *= -tl.load(beta + shared + row_C)[None, :]
     w_CK = tl.load(tile(w, shared, K, row_C, key_K)).to(LOW)
-    dq_RK = tl.dot(dM_RC.to(LOW), w_CK, dq_RK)
-    dq_tile = tile(dq + h * K, first, heads * K, row_R, key_K)
-    tl.store(dq_tile, dq_RK.to(dq.dtype.element_ty), inside_R1)
+    dq_CK = tl.dot(dM_CC.to(LOW), w_CK, dq_CK)
+    dq_tile = tile(dq + h * K, first, heads * K, row_C, key_K)
+    tl.store(dq_tile, dq_CK.to(dq.dtype.element_ty), inside_C1)
 
 
 @triton.jit
