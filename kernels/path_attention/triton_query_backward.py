@@ -133,7 +133,7 @@ def query_kernel(
     between = tl.full([], 0.0, tl.float64)
     if GATE:
         after, total = gates + 3 * plane + bh * S, totals + bh * (S // BLOCK)
-        between = block_sum(total, low // BLOCK, a * (C // BLOCK))
+        between = block_sum(total, low // BLOCK + 1, a * (C // BLOCK))
     if MAPS:
         first_a = first_tile(start_S, a, C, DOCUMENTS)
         own, map_row = versions, nodes
@@ -206,7 +206,7 @@ def _walk_keys(
 ):
     """The key blocks lo .. hi, all before the queries, from the first to the last.
 
-    `between` is the sum of the gates from block lo's left edge to the query tile's left edge. What
+    `between` is the sum of the gates from block lo's right edge to the query tile's left edge. What
     is taken from it on the way is exact to fp64's precision.
     """
     column = tl.arange(0, BLOCK)
@@ -220,8 +220,9 @@ def _walk_keys(
         v_BV = tl.load(tile(v, first, v_row, column, value_V)).to(PRODUCT)
         s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
         if GATE:
-            between -= tl.load(total + first // BLOCK).to(tl.float64)
             s_CB += (tl.load(after + first + column) + between.to(tl.float32))[None, :]
+            # Of the next block, which may be the queries' own.
+            between -= tl.load(total + first // BLOCK + 1).to(tl.float64)
         if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
             if first < latest:
                 s_CB = tl.where((first + column)[None, :] >= start_C[:, None], s_CB, float("-inf"))
