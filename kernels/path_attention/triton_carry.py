@@ -102,6 +102,7 @@ class CarriedGradients:
     k_right: Tensor
     """[B, G, S, K]: of k at its tile's right edge."""
     logits: Tensor
+    """In place of these, which no kernel reads after the one that owns queries."""
     M: Tensor
     """[B, H, S, C]: less its sign, of tril(Q W^T)."""
 
@@ -114,7 +115,7 @@ class CarriedGradients:
             k=torch.empty_like(x.k),
             q_left=x.k.new_empty(B, H, S, K),
             k_right=x.k.new_empty(B, G, S, K),
-            logits=torch.empty_like(x.logits, dtype=low),
+            logits=x.logits.view(low),
             M=torch.empty_like(x.logits, dtype=low),
         )
 
@@ -123,7 +124,7 @@ def workspace_bytes(layout: Layout, K: int, shared: int) -> int:
     """About what `Carried` and its gradients need, for one key/value head of one row."""
     S, C = layout.S, layout.tile
     keys = 2 * (layout.versions * C * K + layout.nodes * K * K) + S * (C + 2 * K)
-    queries = 2 * layout.versions * C * K + S * (3 * C + K)
+    queries = 2 * layout.versions * C * K + S * (2 * C + K)
     return 2 * (keys + shared * queries)
 
 
