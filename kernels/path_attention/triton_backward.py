@@ -151,7 +151,7 @@ def key_kernel(
                         q + queries * C * K, do_BTHV + (b * T * heads + h) * V,
                         less_BHS + bh * S, delta_BHS + bh * S, total, start_S, own_end,
                         edge * C, tl.minimum(behind * C, end), T, 1.0 * LOG2_E,
-                        K, heads * V, level >> 30, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                        K, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
                     )  # fmt: skip
                     if GATE:
                         tl.store(columns_PBHS + level * plane + bh * S + u_C, column_C)
@@ -207,7 +207,7 @@ def key_kernel(
                 dk_CK, dv_CV, column_C, tl.full([], 0.0, tl.float32), k_CK, v_CV, after_C, u_C,
                 q + h * K + (b * T + lo) * heads * K, do, less_BHS + bh * S, delta_BHS + bh * S,
                 total, start_S, own_end, lo, end, T, scale,
-                heads * K, heads * V, 0, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                heads * K, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
             )  # fmt: skip
             if GATE:
                 tl.store(columns_PBHS + bh * S + u_C, column_C)
@@ -245,7 +245,6 @@ def _walk_queries(
     scale,
     q_row,
     do_row,
-    zero,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -254,17 +253,16 @@ def _walk_queries(
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The query blocks lo .. hi, all behind the keys; q points to row lo. `zero` varies with the
-    loop that this stands in, as far as the compiler knows, which else made offsets before that loop
-    and spilled them."""
+    """The query blocks lo .. hi, all behind the keys; q points to row lo."""
     column = tl.arange(0, BLOCK)
-    row_B = column + zero
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, V)
     for i in tl.range(0, (hi - lo) // BLOCK, num_stages=STAGES):
         first = (lo + i * BLOCK).to(tl.int64)
         t_B = first + column
         within_B1 = (t_B < T)[:, None]
+        # Zero, but not to the compiler, which would make offsets before the loop and spill them.
+        row_B = column + (i >> 30)
         q_BK = tl.load(tile(q, first - lo, q_row, row_B, key_K), within_B1, 0.0).to(PRODUCT)
         do_BV = tl.load(tile(do, first, do_row, row_B, value_V), within_B1, 0.0).to(PRODUCT)
         s_CB = tl.dot(k_CK, tl.trans(q_BK)) * scale
