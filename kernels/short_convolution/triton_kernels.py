@@ -106,13 +106,12 @@ def backward_kernel(
     W: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """A walk over `strip` tokens of BLOCK_E columns, and W - 1 tokens on: dx of the strip's tokens
     and their part of dw.
 
     At token t the last W inputs of its document and the unfinished dx of their tokens are in
-    registers, the newest one first; each row of x and dy is read once, AHEAD tokens ahead.
+    registers, the newest one first; each row of x and dy is read once, one token ahead.
     """
     start = tl.program_id(0) * strip
     first = tl.program_id(1) * BLOCK_E
@@ -132,22 +131,17 @@ def backward_kernel(
         x_WE += (_row(x, start - 1 - i, x_row, T, inside_E & (before >= i)).to(tl.float32),)
         dx_WE += (zero_E,)
         dw_WE += (zero_E,)
-    x_AE, dy_AE, position_A = (), (), ()
-    for i in tl.static_range(AHEAD):
-        x_AE += (_row(x, start + i, x_row, T, inside_E),)
-        dy_AE += (_row(dy, start + i, dy_row, T, inside_E),)
-        position_A += (tl.load(position_T + start + i, start + i < T, -1),)
+    x_E = _row(x, start, x_row, T, inside_E)
+    dy_E = _row(dy, start, dy_row, T, inside_E)
     for t in range(start, start + strip + W - 1):
-        position = position_A[0]
+        position = tl.load(position_T + t, t < T, -1)
         earlier = ()
         for i in tl.static_range(W - 1):
             earlier += (tl.where(position == 0, 0.0, x_WE[i]),)
-        x_WE = (x_AE[0].to(tl.float32),) + earlier
-        dz_E = dy_AE[0].to(tl.float32)
-        next = t + AHEAD
-        x_AE = x_AE[1:] + (_row(x, next, x_row, T, inside_E),)
-        dy_AE = dy_AE[1:] + (_row(dy, next, dy_row, T, inside_E),)
-        position_A = position_A[1:] + (tl.load(position_T + next, next < T, -1),)
+        x_WE = (x_E.to(tl.float32),) + earlier
+        dz_E = dy_E.to(tl.float32)
+        x_E = _row(x, t + 1, x_row, T, inside_E)
+        dy_E = _row(dy, t + 1, dy_row, T, inside_E)
         if SILU:
             z_E = w_WE[0] * x_WE[0]
             for i in tl.static_range(1, W):

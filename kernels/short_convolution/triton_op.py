@@ -22,8 +22,6 @@ MAX_PARTS = 3
 SHORTEST_STRIP = 32
 STRIPS = 256
 """Programs of a backward at most, for a block of columns; each sums its tokens' part of dw."""
-AHEAD = 1
-"""Tokens that a backward reads before their turn."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,6 @@ def gradients(
         *(part.stride(0) for part in parts),
         SILU=silu,
         **shape,
-        AHEAD=AHEAD,
         num_warps=launch.warps,
     )
     dweight_EW = partial_PEW.view(-1, *weight_EW.shape).sum(0)
