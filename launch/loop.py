@@ -22,6 +22,7 @@ from mixtron.launch.saver import Saver
 from mixtron.launch.schedule import learning_rate
 from mixtron.launch.signals import StopFlag
 from mixtron.launch.stragglers import compare_ranks
+from mixtron.megatron_ext.host_copy import HostCopy
 from mixtron.megatron_ext.optimizer import clip_and_step, set_learning_rate
 from mixtron.megatron_ext.parallel import Ranks
 from mixtron.megatron_ext.scalars import Scalars
@@ -180,8 +181,9 @@ def train_step(run: Run) -> dict[str, float]:
         upcoming = run.data.upcoming(config.global_batch_sequences)
         run.prepared = prepare(run, step + 1, upcoming)
     clip = config.optimizer.clip_grad_norm
+    read = HostCopy(totals)
     grad_norm, applied = clip_and_step(run.optimizer, clip, totals[0])
-    loss_sum, tokens = totals.tolist()
+    loss_sum, tokens = read.tolist()
 
     progress.step = step
     progress.samples += len(plan)

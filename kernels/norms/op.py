@@ -60,9 +60,17 @@ def add_rms_norm(
     return total, F.rms_norm(total, weight_N.shape, weight_N, eps)
 
 
-def unit_norm(x: Tensor, eps: float = 1e-12, *, backend: Form | None = None) -> Tensor:
-    """x / max(|x|, eps) over the last dimension, fp32 inside. Arguments as of `rms_norm`."""
+def unit_norm(
+    x: Tensor,
+    eps: float = 1e-12,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: Form | None = None,
+) -> Tensor:
+    """x / max(|x|, eps) over the last dimension, fp32 inside, in `dtype` (None: x's). Other
+    arguments as of `rms_norm`."""
+    dtype = dtype or x.dtype
     if form_for(x, backend) == "triton":
-        return norm_triton(x, None, None, eps, "unit")
+        return norm_triton(x, None, None, eps, "unit", dtype=dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return F.normalize(x.to(wide), dim=-1, eps=eps).to(x.dtype)
+    return F.normalize(x.to(wide), dim=-1, eps=eps).to(dtype)

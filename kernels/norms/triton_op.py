@@ -30,11 +30,17 @@ def norm_triton(
     eps: float,
     kind: str,
     gate_place: Place | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`rms_norm` (kind rms) or `unit_norm` (kind unit). Raises ValueError for too wide rows."""
+    """`rms_norm` (kind rms) or `unit_norm` (kind unit), in `dtype` (None: x's).
+
+    Raises:
+        ValueError: too wide rows.
+    """
     if x.shape[-1] > MAX_WIDTH:
         raise ValueError(f"x {list(x.shape)}: the triton form takes rows up to {MAX_WIDTH} wide")
-    return _Norm.apply(x, weight_N, gate, eps, kind, gate_place)  # type: ignore[return-value]
+    options = eps, kind, gate_place, dtype
+    return _Norm.apply(x, weight_N, gate, *options)  # type: ignore[return-value]
 
 
 def add_norm_triton(x: Tensor, added: Tensor | None, weight_N: Tensor, eps: float) -> tuple:
@@ -46,10 +52,10 @@ def add_norm_triton(x: Tensor, added: Tensor | None, weight_N: Tensor, eps: floa
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight_N, gate, eps, kind, gate_place):
+    def forward(ctx, x, weight_N, gate, eps, kind, gate_place, dtype):
         ctx.save_for_backward(x, weight_N, gate)
         ctx.eps, ctx.kind, ctx.gate_place = eps, kind, gate_place
-        return normalise(x, weight_N, gate, eps, kind)
+        return normalise(x, weight_N, gate, eps, kind, dtype=dtype)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
@@ -58,7 +64,7 @@ class _Norm(torch.autograd.Function):
         if ctx.gate_place is not None:
             dgate = ctx.gate_place()
         found = gradients(x, weight_N, gate, dy, ctx.eps, ctx.kind, dgate=dgate)
-        return *found, dgate, None, None, None
+        return *found, dgate, None, None, None, None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -85,9 +91,11 @@ def add_and_normalise(x, added, weight_N, eps: float) -> tuple[Tensor, Tensor]:
     return total, normalise(x, weight_N, None, eps, "rms", added.contiguous(), total)
 
 
-def normalise(x, weight_N, gate, eps: float, kind: str, added=None, total=None) -> Tensor:
+def normalise(
+    x, weight_N, gate, eps: float, kind: str, added=None, total=None, dtype=None
+) -> Tensor:
     """y; fills `total` where something is added."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     if y.numel() == 0:
         return y
     x_RJN, gate_RJN = _rows(x), _rows(gate)

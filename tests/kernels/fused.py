@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mixtron.kernels.delta_rule import decay_and_step_size
+from mixtron.kernels.dense import dense
 from mixtron.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
@@ -54,6 +55,7 @@ def cases() -> dict[str, Case]:
     found["gated rms_norm factor"] = gated_factor_case()
     found["swiglu factor"] = swiglu_factor_case()
     found["unit_norm"] = unit_case()
+    found["unit_norm in fp32"] = unit_case(torch.float32)
     for width in (1, 4):
         for silu in (False, True):
             found[f"short_convolution {width} silu={silu}"] = convolution_case(width, silu)
@@ -64,6 +66,7 @@ def cases() -> dict[str, Case]:
     found["decay and step size"] = gates_case()
     found["rope"] = rope_case()
     found["parts of a projection"] = split_case()
+    found["parts in one piece"] = dense_case()
     found["linear_cross_entropy"] = loss_case()
     return found
 
@@ -151,9 +154,10 @@ def gated_factor_case() -> Case:
     return Case(inputs, op, reference)
 
 
-def unit_case() -> Case:
+def unit_case(dtype: torch.dtype | None = None) -> Case:
     inputs = {"x": noise(1, TOKENS, 3, 64)}
-    return Case(inputs, lambda x: unit_norm(x, backend="triton"), unit_norm_reference)
+    op = lambda x: unit_norm(x, dtype=dtype, backend="triton")  # noqa: E731
+    return Case(inputs, op, unit_norm_reference)
 
 
 def convolution_case(width: int, silu: bool, columns: int = 1) -> Case:
@@ -263,6 +267,19 @@ def split_case() -> Case:
 
     plain = lambda x, widths: x.split(widths, dim=-1)  # noqa: E731
     return Case(inputs, form("triton", split), form("torch", plain))
+
+
+def dense_case() -> Case:
+    inputs = {"joined": noise(TOKENS, 1, 80 + 32 + 8)}
+
+    def form(one_piece):
+        def op(joined):
+            first, second, _ = joined.split([80, 32, 8], dim=-1)
+            return torch.cat([2 * one_piece(first), 3 * one_piece(second)], dim=-1)
+
+        return op
+
+    return Case(inputs, form(lambda x: dense(x, backend="triton")), form(lambda x: x))
 
 
 def loss_case() -> Case:

@@ -12,6 +12,7 @@ import gc
 import json
 import sys
 import weakref
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -104,6 +105,7 @@ def not_launched(*args, **kwargs) -> None:
 
 
 OPTIONS = model.transformer_config
+H200 = SimpleNamespace(shared_memory_per_block_optin=227 * 2**10)
 
 if __name__ == "__main__":
     ranks = init_model_parallel(seed=1, device=init_distributed())
@@ -113,6 +115,7 @@ if __name__ == "__main__":
     with (
         mock.patch.object(torch.cuda, "current_device", return_value=GPU),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=H200),
         mock.patch.object(dist, "all_reduce"),
         mock.patch.object(JITFunction, "run", not_launched),
         mock.patch.object(Launched, "__call__", not_launched),

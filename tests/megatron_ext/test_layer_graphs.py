@@ -15,11 +15,15 @@ from tests.helpers.ranks import RankFailure, run_on_ranks
 CONFIGS = Path(__file__).parents[2] / "configs"
 STEPS = 5
 FOX = "mixers.fox={type: fox, heads: 2, kv_heads: 2, head_dim: 8}"
+LOG_LINEAR = (
+    "mixers.log={type: log_linear, heads: 2, value_heads: 2, key_dim: 64, value_dim: 64, "
+    "kernel: triton}"
+)
 SMALL = ["model.layers=2", "model.hidden_size=32", "data.sequence_length=32"]
 
 
 class RandomDocuments:
-    """Samples of random tokens in documents of random lengths."""
+    """Samples of random tokens, every other one a single document, the rest of random lengths."""
 
     def __init__(self, sequence_length: int, vocab_size: int) -> None:
         self.sequence_length, self.vocab_size, self.drawn = sequence_length, vocab_size, 0
@@ -37,7 +41,9 @@ class RandomDocuments:
 
         generator, length = np.random.default_rng(number), self.sequence_length
         tokens = generator.integers(0, self.vocab_size, length + 1)
-        cuts = generator.choice(np.arange(1, length), generator.integers(0, 4), replace=False)
+        # So that a micro-batch's longest document is known, after which PaTH cuts its tokens.
+        count = generator.integers(1, 4) if number % 2 else 0
+        cuts = generator.choice(np.arange(1, length), count, replace=False)
         starts = np.concatenate([[0], np.sort(cuts)])
         mask = np.ones(length, dtype=bool)
         mask[starts[1:] - 1] = False
@@ -87,9 +93,24 @@ def test_no_bit_differs(world, overrides):
             assert torch.equal(weight, expected)
 
 
+PATH = "path: {type: path, heads: 2, kv_heads: 2, head_dim: 8, w_rank: 2}"
+PATH_FOX = "path_fox: {type: path, heads: 2, kv_heads: 1, head_dim: 8, forget_gate: true}"
+KLA = "kla: {type: kla, heads: 2, value_heads: 2, key_dim: 8, value_dim: 8}"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "mixers"),
+    [("path, path_fox", [PATH, PATH_FOX]), ("kla, path", [KLA, PATH])],
+)
+def test_no_bit_differs_of_other_mixers(pattern, mixers):
+    test_no_bit_differs(1, [f"model.pattern=[{pattern}]", f"mixers={{{', '.join(mixers)}}}"])
+
+
 def test_a_batch_that_a_layer_would_read_otherwise_is_refused():
     with pytest.raises(
-        RankFailure, match="a layer reads lengths of a batch on the host, which was"
+        RankFailure,
+        match=r"mixer 'full' reads lengths of a batch on the host, which was .*; set "
+        r"mixers\.full\.kernel=triton, or training",
     ):
         run_on_ranks(1, trained, "debug_softmax_attention", [], True)
 
@@ -101,13 +122,23 @@ def test_a_batch_that_a_layer_would_read_otherwise_is_refused():
         (["model.norm=layernorm"], "is for layers with model.norm=rmsnorm"),
         (["training.debug=true"], "leaves training.debug=true nothing to compare"),
         (["training.recompute=full"], "cannot go with training.recompute=full"),
-        (["model.pattern=[fox]", FOX], "mixer 'fox' .type 'fox'. decides on the host"),
+        (["model.pattern=[fox]", FOX], "'fox' .* decides .*; mixers.fox.kernel=triton does not"),
+        (["model.pattern=[log]", LOG_LINEAR], "mixer 'log' .type 'log_linear'. decides .* launch$"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(overrides, said):
     config = load_config(CONFIGS / "debug_kla.yaml", ["training.layer_graphs=true", *overrides])
     with pytest.raises(ConfigError, match=said):
         check(config, config.parallel.tensor)
+
+
+def test_changing_lengths_are_refused_where_layers_read_them():
+    config = load_config(CONFIGS / "attention_400m.yaml", ["training.layer_graphs=true"])
+    with pytest.raises(ConfigError, match=r"'attention' .* set mixers\.attention\.kernel=triton$"):
+        check(config, 1)
+    check(config, 1, packed=False)
+    on_the_device = ["training.layer_graphs=true", "mixers.attention.kernel=triton"]
+    check(load_config(CONFIGS / "attention_400m.yaml", on_the_device), 1)
 
 
 def test_a_cpu_is_refused():

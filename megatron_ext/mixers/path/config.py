@@ -1,5 +1,6 @@
 """Options of PaTH attention, and what FoX shares with it."""
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -158,9 +159,9 @@ class PathFamilyConfig(MixerConfig):
             fp32 += self.heads + self.kv_heads
         whole = 0.0
         if self.rank:
-            elements += kv  # the convolution's input
-            # Its output in fp32, w's norm and w; sigmoid, its double and beta.
-            fp32 += 2 * kv + self.kv_heads + 3 * self.kv_heads
+            elements += 2 * kv  # the convolution's input and output
+            # w; sigmoid, beta, and what is cut off to be it.
+            fp32 += kv + (2 + (self.largest_beta < 2)) * self.kv_heads
             if self.kernel == "triton":
                 # In place of w what its kernels make of it: w in fp16, beta, an inverse a tile.
                 fp32 += self.kv_heads - kv
@@ -192,24 +193,19 @@ class PathFamilyConfig(MixerConfig):
 
     def _triton_working_bytes(self, tokens: int, tensor: int, element: int) -> float:
         query, kv = self.widths()
-        # Inputs in one piece and their gradients, the output's gradient; lse, delta and the gate's.
-        elements = 3 * query + 4 * kv
+        # Gradients of the inputs and the output, v in one piece; lse, delta and the gate's.
+        elements = 2 * query + (2 + self.qk_norm) * kv
         fp32 = self.heads * (20 if self.gated else 3)
         if not self.rank:
             return tokens * (elements * element + 4 * fp32) / tensor
         fp32 += kv  # w's gradient
         # What one key/value head needs (kernels/path_attention/triton_carry.py), as if all tokens
-        # were one document: there are half as many spans as tiles in a span, or twice as many.
+        # were one document: half of them have a version a level of the tree, which has twice as
+        # many nodes as tiles.
         K, C, shared = self.head_dim, TRITON_TILE, self.heads // self.kv_heads
-        versions = 1.25 * (tokens / C) ** 0.5
-        one = tokens * (
-            2 * 2 * K * shared * versions
-            + 8 * C
-            + 14 * K
-            + 8 * K * K / C
-            + 16
-            + shared * (8 * C + 2 * K)
-        )
+        levels = math.ceil(math.log2(max(1, tokens / C)))
+        keys = levels * K + 4 * K * K / C + C + 2 * K
+        one = 2 * tokens * (keys + shared * (levels * K + 2 * C + K))
         piece = max(one, min(TRITON_WORKSPACE_BYTES, one * self.kv_heads / tensor))
         return tokens * (elements * element + 4 * fp32) / tensor + piece
 
@@ -292,6 +288,10 @@ class PathFamilyConfig(MixerConfig):
                 f"(parallel.context={context}); set mixers.{name}.context_exchange=heads or "
                 f"mixers.{name}.kernel=block"
             )
+
+    @property
+    def recordable(self) -> bool:
+        return self.kernel == "triton"
 
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         if self.kernel == "triton" and (device_type != "cuda" or precision != "bf16"):
