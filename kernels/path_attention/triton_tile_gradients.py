@@ -1,11 +1,17 @@
 """The gradient of triton_tiles.py, in bf16 products, from that of the logits inside tiles, of the
-keys at their tiles' right edges and of the maps. As written there, X = L B and Y = L W are before
-beta; with dX and dY the gradients behind beta, and Z and V those of what L multiplies:
+queries at their tiles' left edges, of the keys at their right edges, and of the maps. As written
+there, X = L B and Y = L W are before beta; with dX and dY the gradients behind beta, and Z and V
+those of what L multiplies:
 
-    dX = -(M^T dlogits + W dk_carried^T),  Z = L^T diag(beta) dX,  dB = tril(Z, -1)
-    dY = -(M^T dq_carried + W dP),         V = L^T diag(beta) dY
-    dA = -tril(Z X^T + V Y^T, -1)          because dL = -L dA L
-    dbeta = rowsum(dX X + dY Y + W dA^T W)
+    dM = -tril(dlogits X^T + dq_left Y^T)
+    dX = -(M^T dlogits + W dk_right^T),  Z = L^T diag(beta) dX,  dB = tril(Z, -1)
+    dY = -(M^T dq_left + W dP),          V = L^T diag(beta) dY
+    dA = -tril(Z X^T + V Y^T, -1)        because dL = -L dA L
+
+beta is in U = diag(beta) W alone, of which A, M, the keys and the maps are made. So
+
+    dU = dA^T W + dM^T Q - X dk_right - Y dP^T,   dbeta = rowsum(dU W)
+    dW = V + dB K + dA U + diag(beta) dU
 """
 
 # Launches take keywords that the kernels' signatures do not have.
