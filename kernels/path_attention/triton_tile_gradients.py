@@ -1,11 +1,17 @@
 """The gradient of triton_tiles.py, in bf16 products, from that of the logits inside tiles, of the
-keys at their tiles' right edges and of the maps. As written there, X = L B and Y = L W are before
-beta; with dX and dY the gradients behind beta, and Z and V those of what L multiplies:
+queries at their tiles' left edges, of the keys at their right edges, and of the maps. As written
+there, X = L B and Y = L W are before beta; with dX and dY the gradients behind beta, and Z and V
+those of what L multiplies:
 
-    dX = -(M^T dlogits + W dk_carried^T),  Z = L^T diag(beta) dX,  dB = tril(Z, -1)
-    dY = -(M^T dq_carried + W dP),         V = L^T diag(beta) dY
-    dA = -tril(Z X^T + V Y^T, -1)          because dL = -L dA L
-    dbeta = rowsum(dX X + dY Y + W dA^T W)
+    dM = -tril(dlogits X^T + dq_left Y^T)
+    dX = -(M^T dlogits + W dk_right^T),  Z = L^T diag(beta) dX,  dB = tril(Z, -1)
+    dY = -(M^T dq_left + W dP),          V = L^T diag(beta) dY
+    dA = -tril(Z X^T + V Y^T, -1)        because dL = -L dA L
+
+beta is in U = diag(beta) W alone, of which A, M, the keys and the maps are made. So
+
+    dU = dA^T W + dM^T Q - X dk_right - Y dP^T,   dbeta = rowsum(dU W)
+    dW = V + dB K + dA U + diag(beta) dU
 """
 
 # Launches take keywords that the kernels' signatures do not have.
@@ -55,25 +61,11 @@ def query_gradient(
 
 
 @triton.jit
-def rows_of(x, n, b, h, T, heads, C: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr):
-    """[C, K]: a tile of an input, zeros behind the last token."""
+def query_tile(q, n, b, h, T, heads, C: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr):
+    """[C, K] of an input, zeros behind the last token."""
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    pointers = tile(x + h * K, b * T + n * C, heads * K, row_C, key_K)
+    pointers = tile(q + h * K, b * T + n * C, heads * K, row_C, key_K)
     return tl.load(pointers, (n * C + row_C < T)[:, None], 0.0).to(LOW)
-
-
-@triton.jit
-def triangle(x, of_head, C: tl.constexpr):
-    """[C, C]: a tile of a lower triangle a head."""
-    row_C = tl.arange(0, C)
-    return tl.load(tile(x, of_head, C, row_C, row_C), lower(row_C, row_C, C), 0.0)
-
-
-@triton.jit
-def scaled_M(q_CK, w_CK, start_S, n, scale, C: tl.constexpr, DOCUMENTS: tl.constexpr):
-    M_CC = tl.dot(q_CK, tl.trans(w_CK)) * scale
-    M_CC = tl.where(upto(start_S, n * C, tl.arange(0, C), C, DOCUMENTS), M_CC, 0.0)
-    return M_CC.to(q_CK.dtype)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -93,56 +85,61 @@ def tile_gradient_kernel(
     XT_tile, Y_tile = tile(XT, own, C, row_C, row_C), tile(Y, own, K, row_C, key_K)
     dP_tile = tile(dmaps, (bg * nodes + n) * K, K, key_K, key_K)
     beta_C = tl.load(beta + own + row_C)
-    above_CC = upper(row_C, row_C, C)
+    seen_CC = upto(start_S, n * C, row_C, C, DOCUMENTS)
+    below_CC, above_CC = lower(row_C, row_C, C), upper(row_C, row_C, C)
 
     w_CK = tl.load(w_tile).to(LOW)
     dX_CC = tl.dot(tl.load(dk_tile), tl.trans(w_CK))  # of X^T: a row is a key's
-    # The first head's stay at hand, others' are read and made again.
-    h, of_head = g * R, (b * H + g * R) * S + n * C
-    q_CK = rows_of(q, n, b, h, T, heads, C, K, LOW)
-    M_CC = scaled_M(q_CK, w_CK, start_S, n, scale, C, DOCUMENTS)
-    dlogits_CC = triangle(dlogits, of_head, C)
-    dX_CC = tl.dot(tl.trans(dlogits_CC), M_CC, dX_CC)
-    for r in range(1, R):
-        next_CK = rows_of(q, n, b, h + r, T, heads, C, K, LOW)
-        next_CC = scaled_M(next_CK, w_CK, start_S, n, scale, C, DOCUMENTS)
-        dX_CC = tl.dot(tl.trans(triangle(dlogits, of_head + r * S, C)), next_CC, dX_CC)
-    Z_CC = tl.dot((dX_CC * -beta_C[None, :]).to(LOW), triangle(L, own, C).to(LOW))
+    for r in tl.static_range(R):
+        h = g * R + r
+        q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
+        M_CC = tl.where(seen_CC, tl.dot(q_CK, tl.trans(w_CK)) * scale, 0.0).to(LOW)
+        dlogits_CC = tl.load(tile(dlogits, (b * H + h) * S + n * C, C, row_C, row_C), below_CC, 0.0)
+        dX_CC = tl.dot(tl.trans(dlogits_CC), M_CC, dX_CC)
+    L_tile = tile(L, own, C, row_C, row_C)
+    L_CC = tl.load(L_tile, below_CC, 0.0).to(LOW)
+    Z_CC = tl.dot((dX_CC * -beta_C[None, :]).to(LOW), L_CC)
     Z_CC = tl.where(before(start_S, n * C, row_C, C, DOCUMENTS), Z_CC, 0.0).to(LOW)
     dk_CK = tl.dot(Z_CC, w_CK) * (1 / scale)
-    dk_CK = tl.dot(tl.trans(dlogits_CC), q_CK, dk_CK)
-    for r in range(1, R):
-        next_CK = rows_of(q, n, b, h + r, T, heads, C, K, LOW)
-        dk_CK = tl.dot(tl.trans(triangle(dlogits, of_head + r * S, C)), next_CK, dk_CK)
+    for r in tl.static_range(R):
+        h = g * R + r
+        if R > 1:
+            q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
+            dlogits_CC = tl.load(
+                tile(dlogits, (b * H + h) * S + n * C, C, row_C, row_C), below_CC, 0.0
+            )
+        dk_CK = tl.dot(tl.trans(dlogits_CC), q_CK, dk_CK)
     dk_CK = dk_CK * scale + tl.load(dk_tile).to(tl.float32)
     out_tile = tile(dk + g * K, first, groups * K, row_C, key_K)
     inside_C1 = (n * C + row_C < T)[:, None]
     tl.store(out_tile, dk_CK.to(dk.dtype.element_ty), inside_C1)
 
     dY_CK = tl.dot(tl.load(w_tile).to(LOW), tl.load(dP_tile))
-    dq_tile = tile(dq_left, of_head, K, row_C, key_K)
-    dY_CK = tl.dot(tl.trans(M_CC), tl.load(dq_tile), dY_CK)
-    for r in range(1, R):
-        next_CK = rows_of(q, n, b, h + r, T, heads, C, K, LOW)
-        next_CC = scaled_M(next_CK, w_CK, start_S, n, scale, C, DOCUMENTS)
-        dY_CK = tl.dot(tl.trans(next_CC), tl.load(dq_tile + r * S.to(tl.int64) * K), dY_CK)
-    L_CC = triangle(L, own, C).to(LOW)
+    for r in tl.static_range(R):
+        h = g * R + r
+        if R > 1:
+            q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
+            M_CC = tl.where(seen_CC, tl.dot(q_CK, tl.trans(w_CK)) * scale, 0.0).to(LOW)
+        dq_CK = tl.load(tile(dq_left, (b * H + h) * S + n * C, K, row_C, key_K))
+        dY_CK = tl.dot(tl.trans(M_CC), dq_CK, dY_CK)
+    L_CC = tl.load(L_tile, below_CC, 0.0).to(LOW)
     dw_CK = tl.dot(tl.trans(L_CC), (dY_CK * -beta_C[:, None]).to(LOW))
     dA_CC = tl.dot(tl.trans(Z_CC), tl.load(XT_tile, above_CC, 0.0).to(LOW))
     dA_CC = tl.dot(dw_CK.to(LOW), tl.trans(tl.load(Y_tile).to(LOW)), dA_CC)
-    below_CC = upto(start_S, n * C, row_C, C, DOCUMENTS) & (row_C[:, None] > row_C[None, :])
-    dA_CC = tl.where(below_CC, -dA_CC, 0.0).to(LOW)
+    dA_CC = tl.where(seen_CC & (row_C[:, None] > row_C[None, :]), -dA_CC, 0.0).to(LOW)
     # Of diag(beta) W, less its sign: all that beta is in.
     du_CK = tl.dot(tl.load(Y_tile).to(LOW), tl.trans(tl.load(dP_tile)))
     du_CK = tl.dot(tl.trans(tl.load(XT_tile, above_CC, 0.0).to(LOW)), tl.load(dk_tile), du_CK)
     du_CK = tl.dot(tl.trans(-dA_CC), w_CK, du_CK)
-    for r in range(R):
-        next_CK = rows_of(q, n, b, h + r, T, heads, C, K, LOW)
-        du_CK = tl.dot(tl.trans(triangle(dM, of_head + r * S, C)), next_CK, du_CK)
+    for r in tl.static_range(R):
+        h = g * R + r
+        q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
+        dM_CC = tl.load(tile(dM, (b * H + h) * S + n * C, C, row_C, row_C), below_CC, 0.0)
+        du_CK = tl.dot(tl.trans(dM_CC), q_CK, du_CK)
     dbeta_C = -tl.sum(du_CK * tl.load(w_tile).to(tl.float32), 1)
     tl.store(dbeta + (first + row_C) * groups + g, dbeta_C, n * C + row_C < T)
     dw_CK -= beta_C[:, None] * du_CK
     weighed_CK = (tl.load(w_tile).to(tl.float32) * beta_C[:, None]).to(LOW)
     dw_CK = tl.dot(dA_CC, weighed_CK, dw_CK)
-    dw_CK = tl.dot(tl.trans(Z_CC), rows_of(k, n, b, g, T, groups, C, K, LOW), dw_CK)
+    dw_CK = tl.dot(tl.trans(Z_CC), query_tile(k, n, b, g, T, groups, C, K, LOW), dw_CK)
     tl.store(tile(dw + g * K, first, groups * K, row_C, key_K), dw_CK, inside_C1)
