@@ -20,7 +20,7 @@ def pairs_kernel(
     log_decay_BTJ,
     eta_BTJ,
     document_T,
-    rows_5BJT,
+    rows_6BJT,
     dP_BJTC,
     dM_BJTC,
     along_2BJT,
@@ -77,7 +77,7 @@ def pairs_kernel(
     gate_C = (b * T + t_C) * J + j
     # As prepare_kernel bounds it.
     eta_C = tl.maximum(tl.load(eta_BTJ + gate_C, inside_C, 1.0).to(tl.float32), 2.0**-40)
-    r_C = tl.load(rows_5BJT + 3 * plane + chunk + row_C)
+    r_C = tl.load(rows_6BJT + 3 * plane + chunk + row_C)
     rv_C = tl.full([C], 1.0, tl.float32)
     if STEP_SIZE != "learned":
         rv_C = tl.where(inside_C, r_C, 1.0)
@@ -91,7 +91,7 @@ def pairs_kernel(
         deta_C = deta_C * r_C * r_C
         pull_C = pull_C * eta_C
     tl.store(deta_BTJ + gate_C, deta_C, inside_C)
-    unit_C = tl.load(rows_5BJT + 4 * plane + chunk + row_C)
+    unit_C = tl.load(rows_6BJT + 4 * plane + chunk + row_C)
     tl.store(along_2BJT + here + row_C, pull_C)
     tl.store(along_2BJT + here_plane + here + row_C, turn_C * unit_C * unit_C)
 
@@ -123,7 +123,7 @@ def pairs_kernel(
 def states_kernel(
     k_BTHK,
     U_BTJV,
-    rows_5BJT,
+    rows_6BJT,
     across_BJN,
     kept_BJGKV,
     states_BJNKV,
@@ -164,7 +164,7 @@ def states_kernel(
         inside_C1 = (row_C < T - n * C)[:, None]
         k_CK = tl.load(tile(k_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
         U_CV = tl.load(tile(U_BTJV, first, J * V, row_C, value_V), inside_C1, 0.0)
-        write_C = tl.load(rows_5BJT + plane + bj * N * C + n * C + row_C)
+        write_C = tl.load(rows_6BJT + plane + bj * N * C + n * C + row_C)
         across = tl.load(across_BJN + bj * N + n)
         S_tile = tile(states_BJNKV, (bj * count + m) * K, V, key_K, value_V)
         tl.store(S_tile, S_KV.to(states_BJNKV.dtype.element_ty))
@@ -180,7 +180,7 @@ def gradient_kernel(
     do_BTJV,
     dv_BTJV,
     document_T,
-    rows_5BJT,
+    rows_6BJT,
     across_BJN,
     states_BJNKV,
     dstates_BJNKV,
@@ -248,9 +248,9 @@ def gradient_kernel(
     q_CK = tl.load(tile(q_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
     dP_CC = tl.load(tile(dP_BJTC, here * C, C, row_C, row_C)).to(PRODUCT)
     dM_CC = tl.load(tile(dM_BJTC, here * C, C, row_C, row_C)).to(PRODUCT)
-    read_C = tl.load(rows_5BJT + chunk + row_C)
-    write_C = tl.load(rows_5BJT + plane + chunk + row_C)
-    query_C = tl.load(rows_5BJT + 2 * plane + chunk + row_C)
+    read_C = tl.load(rows_6BJT + chunk + row_C)
+    write_C = tl.load(rows_6BJT + plane + chunk + row_C)
+    query_C = tl.load(rows_6BJT + 2 * plane + chunk + row_C)
     dq_CK = tl.dot(dP_CC, k_CK, dq_CK * query_C[:, None])
     dG_C = tl.sum(dq_CK * q_CK.to(tl.float32), 1)
     if UNIT_QUERIES:

@@ -78,12 +78,12 @@ def options_of(launch: Launch) -> dict:
 
 
 def prepare(q, k, log_decay, eta, document_T, options: Options):
-    """X and P [B, J, T', C], the row factors [5, B, J, T'] fp32 and the decay across each chunk
+    """X and P [B, J, T', C], the row factors [6, B, J, T'] fp32 and the decay across each chunk
     [B, J, N] fp32; T' is T filled up to whole chunks."""
     (B, T), J, C = k.shape[:2], eta.shape[2], CHUNK_LENGTH
     N = triton.cdiv(T, C)
     X_BJTC, P_BJTC = k.new_empty(B, J, N * C, C), k.new_empty(B, J, N * C, C)
-    rows_5BJT = k.new_empty(5, B, J, N * C, dtype=torch.float32)
+    rows_6BJT = k.new_empty(6, B, J, N * C, dtype=torch.float32)
     across_BJN = k.new_empty(B, J, N, dtype=torch.float32)
     launch_prepare(
         (N, B * J),
@@ -94,7 +94,7 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
         document_T,
         X_BJTC,
         P_BJTC,
-        rows_5BJT,
+        rows_6BJT,
         across_BJN,
         options.scale,
         options.eps,
@@ -107,7 +107,7 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
         **shape_of(k, J),
         **options_of(launch_plan(k.device).prepare),
     )
-    return X_BJTC, P_BJTC, rows_5BJT, across_BJN
+    return X_BJTC, P_BJTC, rows_6BJT, across_BJN
 
 
 def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
@@ -194,9 +194,9 @@ def pair_gradients(x: Inputs, out: Gradients, begin: int, chunks: int, options: 
     (B, T, J, V), C = x.U.shape, CHUNK_LENGTH
     N = triton.cdiv(T, C)
     plan = launch_plan(x.U.device).pairs
-    rows_5BJT = x.prepared[2]
+    rows_6BJT = x.prepared[2]
     dP_BJTC, dM_BJTC = x.U.new_empty(2, B, J, chunks * C, C)
-    along_2BJT = rows_5BJT.new_empty(2, B, J, chunks * C)
+    along_2BJT = rows_6BJT.new_empty(2, B, J, chunks * C)
     launch_pairs(
         (chunks, B * J),
         x.o,
@@ -206,7 +206,7 @@ def pair_gradients(x: Inputs, out: Gradients, begin: int, chunks: int, options: 
         x.log_decay,
         x.eta,
         x.document_T,
-        rows_5BJT,
+        rows_6BJT,
         dP_BJTC,
         dM_BJTC,
         along_2BJT,
@@ -215,7 +215,7 @@ def pair_gradients(x: Inputs, out: Gradients, begin: int, chunks: int, options: 
         T,
         N,
         begin,
-        rows_5BJT[0].numel(),
+        rows_6BJT[0].numel(),
         J=J,
         V=V,
         BLOCK_V=math.gcd(plan.block_v, V),
@@ -237,12 +237,12 @@ def states_again(x: Inputs, begin: int, chunks: int) -> Tensor:
     plan = launch_plan(x.k.device).states
     block_k, block_v = min(plan.block_k, K), math.gcd(plan.block_v, V)
     states_BJNKV = x.U.new_empty(B, J, chunks, K, V)
-    rows_5BJT, across_BJN = x.prepared[2:]
+    rows_6BJT, across_BJN = x.prepared[2:]
     launch_states(
         (K // block_k * (V // block_v), triton.cdiv(chunks, STATE_EVERY), B * J),
         x.k,
         x.U,
-        rows_5BJT,
+        rows_6BJT,
         across_BJN,
         x.states,
         states_BJNKV,
@@ -250,7 +250,7 @@ def states_again(x: Inputs, begin: int, chunks: int) -> Tensor:
         N,
         begin,
         chunks,
-        rows_5BJT[0].numel(),
+        rows_6BJT[0].numel(),
         V=V,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
@@ -270,7 +270,7 @@ def gradient(
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(x.k.device).gradient
     block_k = min(plan.block_k, K)
-    rows_5BJT, across_BJN = x.prepared[2:]
+    rows_6BJT, across_BJN = x.prepared[2:]
     launch_gradient(
         (chunks * (K // block_k), B * J),
         x.q,
@@ -279,7 +279,7 @@ def gradient(
         x.do,
         out.dv_BTJV,
         x.document_T,
-        rows_5BJT,
+        rows_6BJT,
         across_BJN,
         states,
         dstates,
@@ -290,7 +290,7 @@ def gradient(
         T,
         N,
         begin,
-        rows_5BJT[0].numel(),
+        rows_6BJT[0].numel(),
         V=V,
         BLOCK_K=block_k,
         BLOCK_V=math.gcd(plan.block_v, V),
