@@ -4,10 +4,11 @@ scan over the chunks. The equations are in README.md.
 Tensor cores take the tiles of q, k and v as they come. Norms, step sizes and decays are in the
 two [C, C] matrices of a chunk, X = (I + A)^-1 and P, and in row factors:
 
-    U = X gain (v - read k S),   o = query q S + P U,   S' = across S + k^T (write U)
+    U = X rv (v - read k S),   o = query q S + P U,   S' = across S + k^T (write U)
 
-X has a diagonal of ones, which bf16 holds exactly; with the step sizes in it each row of U would be
-off by what its own is rounded by, which no sum over V averages out.
+Step sizes are factors of what a token leaves behind: of the columns of A and P, and of `write`. So X
+has a diagonal of ones, which bf16 holds exactly (another would be off by its own rounding, and with
+it a whole row of U, which no sum over V averages out), and what it has below 2^-24 matters nowhere.
 """
 
 import triton
@@ -41,7 +42,7 @@ def prepare_kernel(
     HAS_DOCUMENTS: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """Of one chunk and value head: X, P, the row factors read, write, query and gain, the decay
+    """Of one chunk and value head: X, P, the row factors read, write, query and rv, the decay
     across the chunk, and for backward r and 1 / |q|."""
     n = tl.program_id(0)
     N = tl.num_programs(0)
@@ -53,7 +54,8 @@ def prepare_kernel(
     inside_C = t_C < T
     last = tl.minimum(n * C + C, T) - 1 - n * C
     gate_C = (b * T + t_C) * J + j
-    eta_C = tl.load(eta_BTJ + gate_C, mask=inside_C, other=0.0).to(tl.float32)
+    # Not 0: backward divides by it.
+    eta_C = tl.maximum(tl.load(eta_BTJ + gate_C, mask=inside_C, other=0.0).to(tl.float32), 2.0**-40)
 
     upto_CC = row_C[:, None] >= row_C[None, :]
     reached_C = inside_C
@@ -93,10 +95,12 @@ def prepare_kernel(
         rv_C = r_C
 
     k_CK = k_CK.to(PRODUCT)
-    decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf"))) * r_C[None, :]
-    A_CC = tl.dot(k_CK, tl.trans(k_CK)) * decay_CC * (eta_C * r_C)[:, None]
+    step_C = eta_C * r_C
+    decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf")))
+    A_CC = tl.dot(k_CK, tl.trans(k_CK)) * (decay_CC * step_C[None, :]) * r_C[:, None]
     A_CC = tl.where(row_C[:, None] > row_C[None, :], A_CC, 0.0)
-    X_CC = unit_lower_inverse(A_CC)
+    # A's entries are <k'_i, k'_j> eta_j: with keys and steps below 1, so are they.
+    X_CC = unit_lower_inverse(A_CC, tl.float16 if PRODUCT == tl.bfloat16 else tl.float32)
     pair_CC = (bj * N * C + n * C) * C + (row_C[:, None] * C + row_C[None, :])
     tl.store(X_BJTC + pair_CC, X_CC.to(X_BJTC.dtype.element_ty))
 
@@ -107,16 +111,16 @@ def prepare_kernel(
         length_C = tl.sqrt(tl.sum(q_CK.to(tl.float32) * q_CK.to(tl.float32), 1))
         unit_C = unit_C / tl.maximum(length_C, 1e-12)
     P_CC = tl.dot(q_CK.to(PRODUCT), tl.trans(k_CK)) * (unit_C * scale)[:, None]
-    P_CC *= tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf"))) * r_C[None, :]
+    decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf")))
+    P_CC *= decay_CC * step_C[None, :]
     tl.store(P_BJTC + pair_CC, P_CC.to(P_BJTC.dtype.element_ty))
     factor = rows_6BJT + bj * N * C + n * C + row_C
     tl.store(factor, from_start_C * r_C / rv_C)
-    tl.store(factor + plane, to_end_C * r_C)
+    tl.store(factor + plane, to_end_C * step_C)
     tl.store(factor + 2 * plane, from_start_C * unit_C * scale)
     tl.store(factor + 3 * plane, tl.where(inside_C, r_C, 0.0))
     tl.store(factor + 4 * plane, unit_C)
-    # Not 0: backward divides by it.
-    tl.store(factor + 5 * plane, tl.where(inside_C, tl.maximum(eta_C, 2.0**-40) * rv_C, 0.0))
+    tl.store(factor + 5 * plane, rv_C)
     tl.store(across_BJN + bj * N + n, across)
 
 
@@ -131,8 +135,8 @@ def scan_kernel(
     across_BJN,
     initial_BJKV,
     o_BTJV,
-    U_BTJV,
-    states_BJNKV,
+    U_BJNVC,
+    states_BJNVK,
     final_BJKV,
     T,
     N,
@@ -167,12 +171,15 @@ def scan_kernel(
     head = (j // (J // H)) * K
     S_VK = tl.zeros([BLOCK_V, K], tl.float32)
     if HAS_INITIAL:
-        S_VK = tl.trans(tl.load(tile(initial_BJKV + column, bj * K, V, key_K, value_V)).to(tl.float32))
+        S_VK = tl.trans(
+            tl.load(tile(initial_BJKV + column, bj * K, V, key_K, value_V)).to(tl.float32)
+        )
     count = N
     if PIECES > 1:
         piece = b % PIECES
         needed = (piece > 0) | (column < VALUES)
         count = tl.where(needed & (piece < PIECES - 1), N, 0)
+    one_CC = (row_C[:, None] == row_C[None, :]).to(PRODUCT)
     for n in tl.range(0, count, num_stages=STAGES):
         first = b * T + n * C
         chunk = bj * N * C + n * C
@@ -181,33 +188,36 @@ def scan_kernel(
         if HAS_OUTPUT:
             q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0)
         v_tile = tile(v_BTJV + j * VALUES + column, first, J * VALUES, row_C, value_V)
-        v_CV = tl.load(v_tile, inside_C1 & (column < VALUES), 0.0)
+        v_CV = tl.load(v_tile, inside_C1 & (column < VALUES), 0.0).to(PRODUCT)
         X_CC = tl.load(tile(X_BJTC, chunk, C, row_C, row_C))
         if HAS_OUTPUT:
             P_CC = tl.load(tile(P_BJTC, chunk, C, row_C, row_C))
-        read_C = tl.load(rows_6BJT + chunk + row_C)
-        write_C = tl.load(rows_6BJT + plane + chunk + row_C)
-        gain_C = tl.load(rows_6BJT + 5 * plane + chunk + row_C)
+        # Row factors are loaded where they are used: there are few registers.
         across = tl.load(across_BJN + bj * N + n)
         k_CK = k_CK.to(PRODUCT)
         S_low_VK = S_VK.to(PRODUCT)
         if TRAINING:  # noqa: SIM102 (a constant and a value)
             if n % STATE_EVERY == 0:
-                stored = (bj * tl.cdiv(N, STATE_EVERY) + n // STATE_EVERY) * K
-                pointers = tile(states_BJNKV + column, stored, V, key_K, value_V)
-                tl.store(pointers, tl.trans(S_low_VK).to(states_BJNKV.dtype.element_ty))
-        R_VC = tl.trans(v_CV).to(tl.float32) - tl.dot(S_low_VK, tl.trans(k_CK)) * read_C[None, :]
-        R_VC *= gain_C[None, :]
+                stored = (bj * tl.cdiv(N, STATE_EVERY) + n // STATE_EVERY) * V + column
+                S_tile = tile(states_BJNVK, stored, K, value_V, key_K)
+                tl.store(S_tile, S_low_VK.to(states_BJNVK.dtype.element_ty))
+        read_C = tl.load(rows_6BJT + chunk + row_C)
+        R_VC = tl.dot(S_low_VK, tl.trans(k_CK)) * -read_C[None, :]
+        rv_C = tl.load(rows_6BJT + 5 * plane + chunk + row_C)
+        R_VC = tl.dot(tl.trans(v_CV), one_CC, R_VC) * rv_C[None, :]
         U_VC = tl.dot(R_VC.to(PRODUCT), tl.trans(X_CC.to(PRODUCT)))
         if TRAINING:
-            U_tile = tile(U_BTJV + j * V + column, first, J * V, row_C, value_V)
-            tl.store(U_tile, tl.trans(U_VC.to(U_BTJV.dtype.element_ty)), inside_C1)
+            U_tile = tile(U_BJNVC, (bj * N + n) * V + column, C, value_V, row_C)
+            tl.store(U_tile, U_VC.to(U_BJNVC.dtype.element_ty))
         if HAS_OUTPUT:
+            o_VC = tl.dot(S_low_VK, tl.trans(q_CK.to(PRODUCT)))
             query_C = tl.load(rows_6BJT + 2 * plane + chunk + row_C)
-            o_VC = tl.dot(S_low_VK, tl.trans(q_CK.to(PRODUCT))) * query_C[None, :]
+            o_VC *= query_C[None, :]
             o_VC = tl.dot(U_VC.to(PRODUCT), tl.trans(P_CC.to(PRODUCT)), o_VC)
             o_tile = tile(o_BTJV + j * V + column, first, J * V, row_C, value_V)
-            tl.store(o_tile, tl.trans(o_VC.to(o_BTJV.dtype.element_ty)), inside_C1)
+            o_CV = tl.dot(one_CC, tl.trans(o_VC.to(PRODUCT)))
+            tl.store(o_tile, o_CV.to(o_BTJV.dtype.element_ty), inside_C1)
+        write_C = tl.load(rows_6BJT + plane + chunk + row_C)
         write_VC = (U_VC * write_C[None, :]).to(PRODUCT)
         S_VK = tl.dot(write_VC, k_CK, S_VK * across)
     tl.store(tile(final_BJKV + column, bj * K, V, key_K, value_V), tl.trans(S_VK))

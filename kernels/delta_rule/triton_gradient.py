@@ -12,9 +12,16 @@ from mixtron.kernels.triton_tools import tile
 
 
 @triton.jit
+def in_hand(x_RE, column_E):
+    """x itself. A tile that goes from its load to shared memory is waited for before the next load
+    is issued; the condition, always true, keeps them apart, and costs nothing once compiled."""
+    return tl.where(column_E[None, :] >= 0, x_RE, 0.0)
+
+
+@triton.jit
 def pairs_kernel(
     o_BTJV,
-    U_BTJV,
+    U_BJNVC,
     do_BTJV,
     dv_BTJV,
     log_decay_BTJ,
@@ -56,22 +63,22 @@ def pairs_kernel(
     here_plane = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * C
     dP_CC = tl.zeros([C, C], tl.float32)
     dM_CC = tl.zeros([C, C], tl.float32)
-    step_C = tl.zeros([C], tl.float32)
     turn_C = tl.zeros([C], tl.float32)
     for i_v in tl.range(0, V // BLOCK_V, num_stages=1):
         value = j * V + i_v * BLOCK_V
         do_tile = tile(do_BTJV + value, first, J * V, row_C, value_V)
         dR_tile = tile(dv_BTJV + value, first, J * V, row_C, value_V)
-        U_tile = tile(U_BTJV + value, first, J * V, row_C, value_V)
+        U_tile = tile(U_BJNVC, (bj * N + n) * V + i_v * BLOCK_V, C, value_V, row_C)
         do_CV = tl.load(do_tile, inside_C[:, None], 0.0)
         dR_CV = tl.load(dR_tile, inside_C[:, None], 0.0)
-        U_CV = tl.load(U_tile, inside_C[:, None], 0.0)
+        U_VC = tl.load(U_tile).to(PRODUCT)
         if UNIT_QUERIES:
             o_tile = tile(o_BTJV + value, first, J * V, row_C, value_V)
             o_CV = tl.load(o_tile, inside_C[:, None], 0.0)
+        U_VC = in_hand(U_VC, row_C)
+        do_CV, dR_CV = in_hand(do_CV, value_V), in_hand(dR_CV, value_V)
+        if UNIT_QUERIES:
             turn_C += tl.sum(o_CV.to(tl.float32) * do_CV.to(tl.float32), 1)
-        step_C += tl.sum(dR_CV.to(tl.float32) * U_CV.to(tl.float32), 1)
-        U_VC = tl.trans(U_CV.to(PRODUCT))
         dP_CC = tl.dot(do_CV.to(PRODUCT), U_VC, dP_CC)
         dM_CC = tl.dot(dR_CV.to(PRODUCT), U_VC, dM_CC)
     gate_C = (b * T + t_C) * J + j
@@ -82,7 +89,7 @@ def pairs_kernel(
     if STEP_SIZE != "learned":
         rv_C = tl.where(inside_C, r_C, 1.0)
     # What the step beta is worth: beta dbeta.
-    step_C = step_C / (eta_C * rv_C)
+    step_C = tl.sum(tl.where(row_C[:, None] == row_C[None, :], dM_CC, 0.0), 1) / rv_C
     deta_C = step_C / eta_C
     pull_C = 2 * step_C * r_C * r_C
     if STEP_SIZE == "learned":
@@ -110,7 +117,7 @@ def pairs_kernel(
             g_C = tl.where(follows_C & (document_C != before_C), 0.0, g_C)
         G_C = tl.sum(tl.where(upto_CC, g_C[None, :], 0.0), 1)
         decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf")))
-    decay_CC = decay_CC * r_C[None, :]
+    decay_CC = decay_CC * (eta_C * r_C)[None, :]
     pair_CC = row_C[:, None] * C + row_C[None, :]
     dP_CC = dP_CC * decay_CC * (unit_C * scale)[:, None]
     tl.store(dP_BJTC + here * C + pair_CC, dP_CC.to(dP_BJTC.dtype.element_ty))
@@ -122,11 +129,11 @@ def pairs_kernel(
 @triton.jit
 def states_kernel(
     k_BTHK,
-    U_BTJV,
+    U_BJNVC,
     rows_6BJT,
     across_BJN,
-    kept_BJGKV,
-    states_BJNKV,
+    kept_BJGVK,
+    states_BJNVK,
     T,
     N,
     begin,
@@ -154,36 +161,35 @@ def states_kernel(
     key_K = part * BLOCK_K + tl.arange(0, BLOCK_K)
     value_V = (tl.program_id(0) % columns) * BLOCK_V + tl.arange(0, BLOCK_V)
     k_BTHK += (j // (J // H)) * K
-    U_BTJV += j * V
-    kept = (bj * tl.cdiv(N, STATE_EVERY) + begin // STATE_EVERY + group) * K
-    S_KV = tl.load(tile(kept_BJGKV, kept, V, key_K, value_V)).to(tl.float32)
+    kept = (bj * tl.cdiv(N, STATE_EVERY) + begin // STATE_EVERY + group) * V
+    S_VK = tl.load(tile(kept_BJGVK, kept, K, value_V, key_K)).to(tl.float32)
     start = group * STATE_EVERY
     for m in tl.range(start, tl.minimum(start + STATE_EVERY, count), num_stages=STAGES):
         n = begin + m
         first = b * T + n * C
         inside_C1 = (row_C < T - n * C)[:, None]
         k_CK = tl.load(tile(k_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
-        U_CV = tl.load(tile(U_BTJV, first, J * V, row_C, value_V), inside_C1, 0.0)
+        U_VC = tl.load(tile(U_BJNVC, (bj * N + n) * V, C, value_V, row_C))
         write_C = tl.load(rows_6BJT + plane + bj * N * C + n * C + row_C)
         across = tl.load(across_BJN + bj * N + n)
-        S_tile = tile(states_BJNKV, (bj * count + m) * K, V, key_K, value_V)
-        tl.store(S_tile, S_KV.to(states_BJNKV.dtype.element_ty))
-        write_CV = (U_CV.to(tl.float32) * write_C[:, None]).to(PRODUCT)
-        S_KV = tl.dot(tl.trans(k_CK), write_CV, S_KV * across)
+        S_tile = tile(states_BJNVK, (bj * count + m) * V, K, value_V, key_K)
+        tl.store(S_tile, S_VK.to(states_BJNVK.dtype.element_ty))
+        write_VC = (U_VC.to(tl.float32) * write_C[None, :]).to(PRODUCT)
+        S_VK = tl.dot(write_VC, k_CK, S_VK * across)
 
 
 @triton.jit
 def gradient_kernel(
     q_BTHK,
     k_BTHK,
-    U_BTJV,
+    U_BJNVC,
     do_BTJV,
     dv_BTJV,
     document_T,
     rows_6BJT,
     across_BJN,
-    states_BJNKV,
-    dstates_BJNKV,
+    states_BJNVK,
+    dstates_BJNVK,
     dP_BJTC,
     dM_BJTC,
     along_2BJT,
@@ -231,18 +237,21 @@ def gradient_kernel(
     kept_CK = tl.zeros([C, BLOCK_K], tl.float32)
     carried_K = tl.zeros([BLOCK_K], tl.float32)
     for i_v in tl.range(0, V // BLOCK_V, num_stages=STAGES):
-        value = i_v * BLOCK_V
-        S_KV = tl.load(tile(states_BJNKV + value, here * K, V, key_K, value_V)).to(PRODUCT)
-        dS_KV = tl.load(tile(dstates_BJNKV + value, here * K, V, key_K, value_V)).to(PRODUCT)
-        value += j * V
+        value = here * V + i_v * BLOCK_V
+        S_VK = tl.load(tile(states_BJNVK, value, K, value_V, key_K)).to(PRODUCT)
+        dS_VK = tl.load(tile(dstates_BJNVK, value, K, value_V, key_K)).to(PRODUCT)
+        U_tile = tile(U_BJNVC, (bj * N + n) * V + i_v * BLOCK_V, C, value_V, row_C)
+        U_VC = tl.load(U_tile).to(PRODUCT)
+        value = j * V + i_v * BLOCK_V
         do_CV = tl.load(tile(do_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
         dR_CV = tl.load(tile(dv_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
-        U_CV = tl.load(tile(U_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
+        S_VK, dS_VK, U_VC = in_hand(S_VK, key_K), in_hand(dS_VK, key_K), in_hand(U_VC, row_C)
+        do_CV, dR_CV = in_hand(do_CV, value_V), in_hand(dR_CV, value_V)
         if HAS_DECAY:
-            carried_K += tl.sum(S_KV.to(tl.float32) * dS_KV.to(tl.float32), 1)
-        dq_CK = tl.dot(do_CV.to(PRODUCT), tl.trans(S_KV), dq_CK)
-        dk_CK = tl.dot(dR_CV.to(PRODUCT), tl.trans(S_KV), dk_CK)
-        kept_CK = tl.dot(U_CV.to(PRODUCT), tl.trans(dS_KV), kept_CK)
+            carried_K += tl.sum(S_VK.to(tl.float32) * dS_VK.to(tl.float32), 0)
+        dq_CK = tl.dot(do_CV.to(PRODUCT), S_VK, dq_CK)
+        dk_CK = tl.dot(dR_CV.to(PRODUCT), S_VK, dk_CK)
+        kept_CK = tl.dot(tl.trans(U_VC), dS_VK, kept_CK)
 
     k_CK = tl.load(tile(k_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
     q_CK = tl.load(tile(q_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
@@ -251,6 +260,8 @@ def gradient_kernel(
     read_C = tl.load(rows_6BJT + chunk + row_C)
     write_C = tl.load(rows_6BJT + plane + chunk + row_C)
     query_C = tl.load(rows_6BJT + 2 * plane + chunk + row_C)
+    k_CK, q_CK = in_hand(k_CK, key_K), in_hand(q_CK, key_K)
+    dP_CC, dM_CC = in_hand(dP_CC, row_C), in_hand(dM_CC, row_C)
     dq_CK = tl.dot(dP_CC, k_CK, dq_CK * query_C[:, None])
     dG_C = tl.sum(dq_CK * q_CK.to(tl.float32), 1)
     if UNIT_QUERIES:

@@ -77,6 +77,13 @@ def options_of(launch: Launch) -> dict:
     return {"num_warps": launch.warps, "maxnreg": launch.registers}
 
 
+def columns_of(launch: Launch, V: int) -> tuple[int, dict]:
+    """How many of V columns a program of a scan takes, and with what options."""
+    columns = math.gcd(launch.block_v, V)
+    warps = launch.warps * columns // launch.block_v
+    return columns, {"num_warps": warps, "maxnreg": launch.registers}
+
+
 def prepare(q, k, log_decay, eta, document_T, options: Options):
     """X and P [B, J, T', C], the row factors [6, B, J, T'] fp32 and the decay across each chunk
     [B, J, N] fp32; T' is T filled up to whole chunks."""
@@ -117,14 +124,15 @@ def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
     (B, T, _, K), (J, V) = k.shape, v.shape[2:]
     columns = V if initial is None else initial.shape[-1]
     N = triton.cdiv(T, CHUNK_LENGTH)
-    plan = launch_plan(k.device).scan
-    block_v = math.gcd(plan.block_v, V)
+    plan = launch_plan(k.device)
+    plan = plan.scan if pieces == 1 else plan.maps
+    block_v, options = columns_of(plan, V)
     o_BTJV = None if q is None else torch.empty_like(v)
     final_BJKV = v.new_empty(B, J, K, columns, dtype=torch.float32)
-    U_BTJV = states_BJNKV = None
+    U_BJNVC = states_BJNVK = None
     if training:
-        U_BTJV = torch.empty_like(v)
-        states_BJNKV = v.new_empty(B, J, triton.cdiv(N, STATE_EVERY), K, V)
+        U_BJNVC = v.new_empty(B, J, N, V, CHUNK_LENGTH)
+        states_BJNVK = v.new_empty(B, J, triton.cdiv(N, STATE_EVERY), V, K)
     launch_scan(
         (columns // block_v, B * J),
         q,
@@ -133,8 +141,8 @@ def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
         *prepared,
         None if initial is None else initial.contiguous(),
         o_BTJV,
-        U_BTJV,
-        states_BJNKV,
+        U_BJNVC,
+        states_BJNVK,
         final_BJKV,
         T,
         N,
@@ -149,9 +157,9 @@ def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
         TRAINING=training,
         **shape_of(k, J),
         STAGES=plan.stages,
-        **options_of(plan),
+        **options,
     )
-    return o_BTJV, final_BJKV, U_BTJV, states_BJNKV
+    return o_BTJV, final_BJKV, U_BJNVC, states_BJNVK
 
 
 def reverse_scan(q, k, do, prepared, dafter, dv, begin: int, chunks: int, pieces: int = 1):
@@ -160,8 +168,8 @@ def reverse_scan(q, k, do, prepared, dafter, dv, begin: int, chunks: int, pieces
     (B, T, _, K), (J, V) = k.shape, do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(k.device).reverse
-    block_v = math.gcd(plan.block_v, V)
-    dstates_BJNKV = do.new_empty(B, J, chunks, K, V) if pieces == 1 else None
+    block_v, options = columns_of(plan, V)
+    dstates_BJNVK = do.new_empty(B, J, chunks, V, K) if pieces == 1 else None
     dbefore_BJKV = do.new_empty(B, J, K, V, dtype=torch.float32)
     launch_reverse_scan(
         (V // block_v, B * J),
@@ -171,7 +179,7 @@ def reverse_scan(q, k, do, prepared, dafter, dv, begin: int, chunks: int, pieces
         *prepared,
         dafter.contiguous(),
         dv,
-        dstates_BJNKV,
+        dstates_BJNVK,
         dbefore_BJKV,
         T,
         N,
@@ -183,15 +191,15 @@ def reverse_scan(q, k, do, prepared, dafter, dv, begin: int, chunks: int, pieces
         PIECES=pieces,
         **shape_of(k, J),
         STAGES=plan.stages,
-        **options_of(plan),
+        **options,
     )
-    return dstates_BJNKV, dbefore_BJKV
+    return dstates_BJNVK, dbefore_BJKV
 
 
 def pair_gradients(x: Inputs, out: Gradients, begin: int, chunks: int, options: Options):
     """Of some chunks dP and dM [B, J, chunks C, C] and what the lengths take along k and q,
     [2, B, J, chunks C] fp32; fills the gradient of eta."""
-    (B, T, J, V), C = x.U.shape, CHUNK_LENGTH
+    (B, T, J, V), C = x.do.shape, CHUNK_LENGTH
     N = triton.cdiv(T, C)
     plan = launch_plan(x.U.device).pairs
     rows_6BJT = x.prepared[2]
@@ -231,12 +239,12 @@ def pair_gradients(x: Inputs, out: Gradients, begin: int, chunks: int, options: 
 
 
 def states_again(x: Inputs, begin: int, chunks: int) -> Tensor:
-    """The state before each of some chunks, [B, J, chunks, K, V]."""
-    (B, T, _, K), (J, V) = x.k.shape, x.U.shape[2:]
+    """The state before each of some chunks, [B, J, chunks, V, K]."""
+    (B, T, _, K), (J, V) = x.k.shape, x.do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(x.k.device).states
     block_k, block_v = min(plan.block_k, K), math.gcd(plan.block_v, V)
-    states_BJNKV = x.U.new_empty(B, J, chunks, K, V)
+    states_BJNVK = x.U.new_empty(B, J, chunks, V, K)
     rows_6BJT, across_BJN = x.prepared[2:]
     launch_states(
         (K // block_k * (V // block_v), triton.cdiv(chunks, STATE_EVERY), B * J),
@@ -245,7 +253,7 @@ def states_again(x: Inputs, begin: int, chunks: int) -> Tensor:
         rows_6BJT,
         across_BJN,
         x.states,
-        states_BJNKV,
+        states_BJNVK,
         T,
         N,
         begin,
@@ -259,14 +267,14 @@ def states_again(x: Inputs, begin: int, chunks: int) -> Tensor:
         STAGES=plan.stages,
         **options_of(plan),
     )
-    return states_BJNKV
+    return states_BJNVK
 
 
 def gradient(
     x: Inputs, out: Gradients, states, dstates, pairs, begin: int, chunks: int, options: Options
 ) -> None:
     """Fills the gradients of q, k and the log decay of some chunks."""
-    (B, T, _, K), (J, V) = x.k.shape, x.U.shape[2:]
+    (B, T, _, K), (J, V) = x.k.shape, x.do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(x.k.device).gradient
     block_k = min(plan.block_k, K)

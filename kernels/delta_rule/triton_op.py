@@ -23,7 +23,7 @@ from mixtron.kernels.delta_rule.triton_launch import (
 from mixtron.kernels.recurrence import compose_chunks, document_numbers
 from mixtron.kernels.triton_tools import check_takes
 
-PROGRAMS, MOST_PIECES = 128, 8
+PROGRAMS, MOST_PIECES = 256, 8
 """A sequence of few heads is cut in pieces that are scanned side by side, up to so many programs,
 about one for each multiprocessor. Their maps, which come first, cost up to two scans of a piece."""
 
