@@ -6,9 +6,9 @@ two [C, C] matrices of a chunk, X = (I + A)^-1 and P, and in row factors:
 
     U = X rv (v - read k S),   o = query q S + P U,   S' = across S + k^T (write U)
 
-Step sizes are factors of what a token leaves behind: of the columns of A and P, and of `write`. So X
-has a diagonal of ones, which bf16 holds exactly (another would be off by its own rounding, and with
-it a whole row of U, which no sum over V averages out), and what it has below 2^-24 matters nowhere.
+Step sizes are factors of what a token leaves behind: of the columns of A and P, and of `write`. So
+X has a diagonal of ones, which bf16 holds exactly. Another would be off by its own rounding, and
+with it a whole row of U, which no sum over V averages out.
 """
 
 import triton
@@ -100,7 +100,7 @@ def prepare_kernel(
     A_CC = tl.dot(k_CK, tl.trans(k_CK)) * (decay_CC * step_C[None, :]) * r_C[:, None]
     A_CC = tl.where(row_C[:, None] > row_C[None, :], A_CC, 0.0)
     # A's entries are <k'_i, k'_j> eta_j: with keys and steps below 1, so are they.
-    X_CC = unit_lower_inverse(A_CC, tl.float16 if PRODUCT == tl.bfloat16 else tl.float32)
+    X_CC = unit_lower_inverse(A_CC, tl.float32 if PRODUCT is tl.float32 else tl.float16)
     pair_CC = (bj * N * C + n * C) * C + (row_C[:, None] * C + row_C[None, :])
     tl.store(X_BJTC + pair_CC, X_CC.to(X_BJTC.dtype.element_ty))
 

@@ -235,7 +235,7 @@ def gradient_kernel(
     dq_CK = tl.zeros([C, BLOCK_K], tl.float32)
     dk_CK = tl.zeros([C, BLOCK_K], tl.float32)
     kept_CK = tl.zeros([C, BLOCK_K], tl.float32)
-    carried_K = tl.zeros([BLOCK_K], tl.float32)
+    carried_V = tl.zeros([BLOCK_V], tl.float32)
     for i_v in tl.range(0, V // BLOCK_V, num_stages=STAGES):
         value = here * V + i_v * BLOCK_V
         S_VK = tl.load(tile(states_BJNVK, value, K, value_V, key_K)).to(PRODUCT)
@@ -248,7 +248,7 @@ def gradient_kernel(
         S_VK, dS_VK, U_VC = in_hand(S_VK, key_K), in_hand(dS_VK, key_K), in_hand(U_VC, row_C)
         do_CV, dR_CV = in_hand(do_CV, value_V), in_hand(dR_CV, value_V)
         if HAS_DECAY:
-            carried_K += tl.sum(S_VK.to(tl.float32) * dS_VK.to(tl.float32), 0)
+            carried_V += tl.sum(S_VK.to(tl.float32) * dS_VK.to(tl.float32), 1)
         dq_CK = tl.dot(do_CV.to(PRODUCT), S_VK, dq_CK)
         dk_CK = tl.dot(dR_CV.to(PRODUCT), S_VK, dk_CK)
         kept_CK = tl.dot(tl.trans(U_VC), dS_VK, kept_CK)
@@ -284,7 +284,7 @@ def gradient_kernel(
     tl.store(dk_tile, dk_CK.to(dk_BTJK.dtype.element_ty), inside_C1)
     if HAS_DECAY:
         # G_t, the sum of log decays up to t, multiplies what t reads and divides what is read of t.
-        whole = tl.load(across_BJN + bj * N + n) * tl.sum(carried_K, 0) + tl.sum(kept_C, 0)
+        whole = tl.load(across_BJN + bj * N + n) * tl.sum(carried_V, 0) + tl.sum(kept_C, 0)
         dG_C += 2 * reads_C - both_C
         dG_C += tl.where(t_C == tl.minimum(n * C + C, T) - 1, whole, 0.0)
         from_CC = row_C[:, None] >= row_C[None, :]
