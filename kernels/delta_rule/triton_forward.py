@@ -26,7 +26,7 @@ def prepare_kernel(
     document_T,
     X_BJTC,
     P_BJTC,
-    rows_6BJT,
+    rows_7BJT,
     across_BJN,
     scale,
     eps,
@@ -43,7 +43,7 @@ def prepare_kernel(
     PRODUCT: tl.constexpr,
 ):
     """Of one chunk and value head: X, P, the row factors read, write, query and rv, the decay
-    across the chunk, and for backward r and 1 / |q|."""
+    across the chunk, and for backward r, 1 / |q| and the sum of log decays up to each token."""
     n = tl.program_id(0)
     N = tl.num_programs(0)
     bj = tl.program_id(1).to(tl.int64)
@@ -76,7 +76,8 @@ def prepare_kernel(
         g_C = tl.maximum(g_C, -64.0)
         if HAS_DOCUMENTS:
             g_C = tl.where((document_C != before_C) & (t_C + b > 0), 0.0, g_C)
-        G_C = tl.sum(tl.where(upto_CC, g_C[None, :], 0.0), 1)
+        # Over documents too: only differences within one are used.
+        G_C = tl.cumsum(g_C, 0)
     G_last = tl.sum(tl.where(row_C == last, G_C, 0.0), 0)
     from_start_C = tl.where(reached_C, tl.exp(G_C), 0.0)
     to_end_C = tl.where(ends_C, tl.exp(G_last - G_C), 0.0)
@@ -114,13 +115,14 @@ def prepare_kernel(
     decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf")))
     P_CC *= decay_CC * step_C[None, :]
     tl.store(P_BJTC + pair_CC, P_CC.to(P_BJTC.dtype.element_ty))
-    factor = rows_6BJT + bj * N * C + n * C + row_C
+    factor = rows_7BJT + bj * N * C + n * C + row_C
     tl.store(factor, from_start_C * r_C / rv_C)
     tl.store(factor + plane, to_end_C * step_C)
     tl.store(factor + 2 * plane, from_start_C * unit_C * scale)
     tl.store(factor + 3 * plane, tl.where(inside_C, r_C, 0.0))
     tl.store(factor + 4 * plane, unit_C)
     tl.store(factor + 5 * plane, rv_C)
+    tl.store(factor + 6 * plane, G_C)
     tl.store(across_BJN + bj * N + n, across)
 
 
@@ -131,7 +133,7 @@ def scan_kernel(
     v_BTJV,
     X_BJTC,
     P_BJTC,
-    rows_6BJT,
+    rows_7BJT,
     across_BJN,
     initial_BJKV,
     o_BTJV,
@@ -179,7 +181,6 @@ def scan_kernel(
         piece = b % PIECES
         needed = (piece > 0) | (column < VALUES)
         count = tl.where(needed & (piece < PIECES - 1), N, 0)
-    one_CC = (row_C[:, None] == row_C[None, :]).to(PRODUCT)
     for n in tl.range(0, count, num_stages=STAGES):
         first = b * T + n * C
         chunk = bj * N * C + n * C
@@ -188,7 +189,7 @@ def scan_kernel(
         if HAS_OUTPUT:
             q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0)
         v_tile = tile(v_BTJV + j * VALUES + column, first, J * VALUES, row_C, value_V)
-        v_CV = tl.load(v_tile, inside_C1 & (column < VALUES), 0.0).to(PRODUCT)
+        v_CV = tl.load(v_tile, inside_C1 & (column < VALUES), 0.0)
         X_CC = tl.load(tile(X_BJTC, chunk, C, row_C, row_C))
         if HAS_OUTPUT:
             P_CC = tl.load(tile(P_BJTC, chunk, C, row_C, row_C))
@@ -201,23 +202,22 @@ def scan_kernel(
                 stored = (bj * tl.cdiv(N, STATE_EVERY) + n // STATE_EVERY) * V + column
                 S_tile = tile(states_BJNVK, stored, K, value_V, key_K)
                 tl.store(S_tile, S_low_VK.to(states_BJNVK.dtype.element_ty))
-        read_C = tl.load(rows_6BJT + chunk + row_C)
+        read_C = tl.load(rows_7BJT + chunk + row_C)
         R_VC = tl.dot(S_low_VK, tl.trans(k_CK)) * -read_C[None, :]
-        rv_C = tl.load(rows_6BJT + 5 * plane + chunk + row_C)
-        R_VC = tl.dot(tl.trans(v_CV), one_CC, R_VC) * rv_C[None, :]
+        rv_C = tl.load(rows_7BJT + 5 * plane + chunk + row_C)
+        R_VC = (tl.trans(v_CV).to(tl.float32) + R_VC) * rv_C[None, :]
         U_VC = tl.dot(R_VC.to(PRODUCT), tl.trans(X_CC.to(PRODUCT)))
         if TRAINING:
             U_tile = tile(U_BJNVC, (bj * N + n) * V + column, C, value_V, row_C)
             tl.store(U_tile, U_VC.to(U_BJNVC.dtype.element_ty))
         if HAS_OUTPUT:
             o_VC = tl.dot(S_low_VK, tl.trans(q_CK.to(PRODUCT)))
-            query_C = tl.load(rows_6BJT + 2 * plane + chunk + row_C)
+            query_C = tl.load(rows_7BJT + 2 * plane + chunk + row_C)
             o_VC *= query_C[None, :]
             o_VC = tl.dot(U_VC.to(PRODUCT), tl.trans(P_CC.to(PRODUCT)), o_VC)
             o_tile = tile(o_BTJV + j * V + column, first, J * V, row_C, value_V)
-            o_CV = tl.dot(one_CC, tl.trans(o_VC.to(PRODUCT)))
-            tl.store(o_tile, o_CV.to(o_BTJV.dtype.element_ty), inside_C1)
-        write_C = tl.load(rows_6BJT + plane + chunk + row_C)
+            tl.store(o_tile, tl.trans(o_VC.to(o_BTJV.dtype.element_ty)), inside_C1)
+        write_C = tl.load(rows_7BJT + plane + chunk + row_C)
         write_VC = (U_VC * write_C[None, :]).to(PRODUCT)
         S_VK = tl.dot(write_VC, k_CK, S_VK * across)
     tl.store(tile(final_BJKV + column, bj * K, V, key_K, value_V), tl.trans(S_VK))

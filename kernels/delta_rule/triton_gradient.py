@@ -12,22 +12,14 @@ from mixtron.kernels.triton_tools import tile
 
 
 @triton.jit
-def in_hand(x_RE, column_E):
-    """x itself. A tile that goes from its load to shared memory is waited for before the next load
-    is issued; the condition, always true, keeps them apart, and costs nothing once compiled."""
-    return tl.where(column_E[None, :] >= 0, x_RE, 0.0)
-
-
-@triton.jit
 def pairs_kernel(
     o_BTJV,
     U_BJNVC,
     do_BTJV,
     dv_BTJV,
-    log_decay_BTJ,
     eta_BTJ,
     document_T,
-    rows_6BJT,
+    rows_7BJT,
     dP_BJTC,
     dM_BJTC,
     along_2BJT,
@@ -43,9 +35,9 @@ def pairs_kernel(
     C: tl.constexpr,
     STEP_SIZE: tl.constexpr,
     UNIT_QUERIES: tl.constexpr,
-    HAS_DECAY: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     PRODUCT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Of one chunk of one value head: the gradients dP of <q_i, k_j> and dM of <k_i, k_j>, as the
     products take them, of eta, and what the lengths take from dk and dq for each k and q: the step
@@ -63,8 +55,8 @@ def pairs_kernel(
     here_plane = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * C
     dP_CC = tl.zeros([C, C], tl.float32)
     dM_CC = tl.zeros([C, C], tl.float32)
-    turn_C = tl.zeros([C], tl.float32)
-    for i_v in tl.range(0, V // BLOCK_V, num_stages=1):
+    turn_CC = tl.zeros([C, C], tl.float32)
+    for i_v in tl.range(0, V // BLOCK_V, num_stages=STAGES):
         value = j * V + i_v * BLOCK_V
         do_tile = tile(do_BTJV + value, first, J * V, row_C, value_V)
         dR_tile = tile(dv_BTJV + value, first, J * V, row_C, value_V)
@@ -73,23 +65,22 @@ def pairs_kernel(
         dR_CV = tl.load(dR_tile, inside_C[:, None], 0.0)
         U_VC = tl.load(U_tile).to(PRODUCT)
         if UNIT_QUERIES:
+            # Of its product with o only the diagonal is asked for: no tile is in registers.
             o_tile = tile(o_BTJV + value, first, J * V, row_C, value_V)
             o_CV = tl.load(o_tile, inside_C[:, None], 0.0)
-        U_VC = in_hand(U_VC, row_C)
-        do_CV, dR_CV = in_hand(do_CV, value_V), in_hand(dR_CV, value_V)
-        if UNIT_QUERIES:
-            turn_C += tl.sum(o_CV.to(tl.float32) * do_CV.to(tl.float32), 1)
+            turn_CC = tl.dot(do_CV.to(PRODUCT), tl.trans(o_CV.to(PRODUCT)), turn_CC)
         dP_CC = tl.dot(do_CV.to(PRODUCT), U_VC, dP_CC)
         dM_CC = tl.dot(dR_CV.to(PRODUCT), U_VC, dM_CC)
     gate_C = (b * T + t_C) * J + j
     # As prepare_kernel bounds it.
     eta_C = tl.maximum(tl.load(eta_BTJ + gate_C, inside_C, 1.0).to(tl.float32), 2.0**-40)
-    r_C = tl.load(rows_6BJT + 3 * plane + chunk + row_C)
+    r_C = tl.load(rows_7BJT + 3 * plane + chunk + row_C)
     rv_C = tl.full([C], 1.0, tl.float32)
     if STEP_SIZE != "learned":
         rv_C = tl.where(inside_C, r_C, 1.0)
     # What the step beta is worth: beta dbeta.
-    step_C = tl.sum(tl.where(row_C[:, None] == row_C[None, :], dM_CC, 0.0), 1) / rv_C
+    diagonal_CC = row_C[:, None] == row_C[None, :]
+    step_C = tl.sum(tl.where(diagonal_CC, dM_CC, 0.0), 1) / rv_C
     deta_C = step_C / eta_C
     pull_C = 2 * step_C * r_C * r_C
     if STEP_SIZE == "learned":
@@ -98,25 +89,18 @@ def pairs_kernel(
         deta_C = deta_C * r_C * r_C
         pull_C = pull_C * eta_C
     tl.store(deta_BTJ + gate_C, deta_C, inside_C)
-    unit_C = tl.load(rows_6BJT + 4 * plane + chunk + row_C)
+    unit_C = tl.load(rows_7BJT + 4 * plane + chunk + row_C)
     tl.store(along_2BJT + here + row_C, pull_C)
-    tl.store(along_2BJT + here_plane + here + row_C, turn_C * unit_C * unit_C)
+    turn_C = tl.sum(tl.where(diagonal_CC, turn_CC, 0.0), 1) * unit_C * unit_C
+    tl.store(along_2BJT + here_plane + here + row_C, turn_C)
 
     upto_CC = row_C[:, None] >= row_C[None, :]
     if HAS_DOCUMENTS:
         document_T += b * T
         document_C = tl.load(document_T + t_C, inside_C, -1)
         upto_CC = upto_CC & (document_C[:, None] == document_C[None, :])
-    decay_CC = tl.where(upto_CC, 1.0, 0.0)
-    if HAS_DECAY:
-        g_C = tl.load(log_decay_BTJ + gate_C, inside_C, 0.0).to(tl.float32)
-        g_C = tl.maximum(g_C, -64.0)
-        if HAS_DOCUMENTS:
-            follows_C = inside_C & (t_C + b > 0)
-            before_C = tl.load(document_T + t_C - 1, follows_C, -1)
-            g_C = tl.where(follows_C & (document_C != before_C), 0.0, g_C)
-        G_C = tl.sum(tl.where(upto_CC, g_C[None, :], 0.0), 1)
-        decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf")))
+    G_C = tl.load(rows_7BJT + 6 * plane + chunk + row_C)
+    decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf")))
     decay_CC = decay_CC * (eta_C * r_C)[None, :]
     pair_CC = row_C[:, None] * C + row_C[None, :]
     dP_CC = dP_CC * decay_CC * (unit_C * scale)[:, None]
@@ -130,7 +114,7 @@ def pairs_kernel(
 def states_kernel(
     k_BTHK,
     U_BJNVC,
-    rows_6BJT,
+    rows_7BJT,
     across_BJN,
     kept_BJGVK,
     states_BJNVK,
@@ -170,7 +154,7 @@ def states_kernel(
         inside_C1 = (row_C < T - n * C)[:, None]
         k_CK = tl.load(tile(k_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
         U_VC = tl.load(tile(U_BJNVC, (bj * N + n) * V, C, value_V, row_C))
-        write_C = tl.load(rows_6BJT + plane + bj * N * C + n * C + row_C)
+        write_C = tl.load(rows_7BJT + plane + bj * N * C + n * C + row_C)
         across = tl.load(across_BJN + bj * N + n)
         S_tile = tile(states_BJNVK, (bj * count + m) * V, K, value_V, key_K)
         tl.store(S_tile, S_VK.to(states_BJNVK.dtype.element_ty))
@@ -186,7 +170,7 @@ def gradient_kernel(
     do_BTJV,
     dv_BTJV,
     document_T,
-    rows_6BJT,
+    rows_7BJT,
     across_BJN,
     states_BJNVK,
     dstates_BJNVK,
@@ -245,8 +229,6 @@ def gradient_kernel(
         value = j * V + i_v * BLOCK_V
         do_CV = tl.load(tile(do_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
         dR_CV = tl.load(tile(dv_BTJV + value, first, J * V, row_C, value_V), inside_C1, 0.0)
-        S_VK, dS_VK, U_VC = in_hand(S_VK, key_K), in_hand(dS_VK, key_K), in_hand(U_VC, row_C)
-        do_CV, dR_CV = in_hand(do_CV, value_V), in_hand(dR_CV, value_V)
         if HAS_DECAY:
             carried_V += tl.sum(S_VK.to(tl.float32) * dS_VK.to(tl.float32), 1)
         dq_CK = tl.dot(do_CV.to(PRODUCT), S_VK, dq_CK)
@@ -257,11 +239,9 @@ def gradient_kernel(
     q_CK = tl.load(tile(q_BTHK, first, H * K, row_C, key_K), inside_C1, 0.0).to(PRODUCT)
     dP_CC = tl.load(tile(dP_BJTC, here * C, C, row_C, row_C)).to(PRODUCT)
     dM_CC = tl.load(tile(dM_BJTC, here * C, C, row_C, row_C)).to(PRODUCT)
-    read_C = tl.load(rows_6BJT + chunk + row_C)
-    write_C = tl.load(rows_6BJT + plane + chunk + row_C)
-    query_C = tl.load(rows_6BJT + 2 * plane + chunk + row_C)
-    k_CK, q_CK = in_hand(k_CK, key_K), in_hand(q_CK, key_K)
-    dP_CC, dM_CC = in_hand(dP_CC, row_C), in_hand(dM_CC, row_C)
+    read_C = tl.load(rows_7BJT + chunk + row_C)
+    write_C = tl.load(rows_7BJT + plane + chunk + row_C)
+    query_C = tl.load(rows_7BJT + 2 * plane + chunk + row_C)
     dq_CK = tl.dot(dP_CC, k_CK, dq_CK * query_C[:, None])
     dG_C = tl.sum(dq_CK * q_CK.to(tl.float32), 1)
     if UNIT_QUERIES:
@@ -287,16 +267,17 @@ def gradient_kernel(
         whole = tl.load(across_BJN + bj * N + n) * tl.sum(carried_V, 0) + tl.sum(kept_C, 0)
         dG_C += 2 * reads_C - both_C
         dG_C += tl.where(t_C == tl.minimum(n * C + C, T) - 1, whole, 0.0)
-        from_CC = row_C[:, None] >= row_C[None, :]
         if HAS_DOCUMENTS:
             document_T += b * T
             document_C = tl.load(document_T + t_C, t_C < T, -1)
-            from_CC = from_CC & (document_C[:, None] == document_C[None, :])
-        dg_C = tl.sum(tl.where(from_CC, dG_C[:, None], 0.0), 0)
-        if HAS_DOCUMENTS:
+            from_CC = document_C[:, None] == document_C[None, :]
+            from_CC = from_CC & (row_C[:, None] >= row_C[None, :])
+            dg_C = tl.sum(tl.where(from_CC, dG_C[:, None], 0.0), 0)
             follows_C = (t_C < T) & (t_C + b > 0)
             before_C = tl.load(document_T + t_C - 1, follows_C, -1)
             dg_C = tl.where(follows_C & (document_C != before_C), 0.0, dg_C)
+        else:
+            dg_C = tl.cumsum(dG_C, 0, reverse=True)
         tokens = tl.num_programs(1).to(tl.int64) // J * T
         gate_C = (part * tokens + b * T + t_C) * J + j
         tl.store(dlog_decay_PBTJ + gate_C, dg_C, t_C < T)

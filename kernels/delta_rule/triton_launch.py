@@ -77,20 +77,21 @@ def options_of(launch: Launch) -> dict:
     return {"num_warps": launch.warps, "maxnreg": launch.registers}
 
 
-def columns_of(launch: Launch, V: int) -> tuple[int, dict]:
-    """How many of V columns a program of a scan takes, and with what options."""
-    columns = math.gcd(launch.block_v, V)
+def columns_of(launch: Launch, K: int, V: int) -> tuple[int, dict]:
+    """How many of V columns a program of a scan takes, and with what options; no more than K: with
+    8 warps, 128 columns and keys of 64 Triton 3.6 gave NaN on an H200."""
+    columns = math.gcd(launch.block_v, K, V)
     warps = launch.warps * columns // launch.block_v
     return columns, {"num_warps": warps, "maxnreg": launch.registers}
 
 
 def prepare(q, k, log_decay, eta, document_T, options: Options):
-    """X and P [B, J, T', C], the row factors [6, B, J, T'] fp32 and the decay across each chunk
+    """X and P [B, J, T', C], the row factors [7, B, J, T'] fp32 and the decay across each chunk
     [B, J, N] fp32; T' is T filled up to whole chunks."""
     (B, T), J, C = k.shape[:2], eta.shape[2], CHUNK_LENGTH
     N = triton.cdiv(T, C)
     X_BJTC, P_BJTC = k.new_empty(B, J, N * C, C), k.new_empty(B, J, N * C, C)
-    rows_6BJT = k.new_empty(6, B, J, N * C, dtype=torch.float32)
+    rows_7BJT = k.new_empty(7, B, J, N * C, dtype=torch.float32)
     across_BJN = k.new_empty(B, J, N, dtype=torch.float32)
     launch_prepare(
         (N, B * J),
@@ -101,7 +102,7 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
         document_T,
         X_BJTC,
         P_BJTC,
-        rows_6BJT,
+        rows_7BJT,
         across_BJN,
         options.scale,
         options.eps,
@@ -114,7 +115,7 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
         **shape_of(k, J),
         **options_of(launch_plan(k.device).prepare),
     )
-    return X_BJTC, P_BJTC, rows_6BJT, across_BJN
+    return X_BJTC, P_BJTC, rows_7BJT, across_BJN
 
 
 def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
@@ -126,7 +127,7 @@ def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(k.device)
     plan = plan.scan if pieces == 1 else plan.maps
-    block_v, options = columns_of(plan, V)
+    block_v, options = columns_of(plan, K, V)
     o_BTJV = None if q is None else torch.empty_like(v)
     final_BJKV = v.new_empty(B, J, K, columns, dtype=torch.float32)
     U_BJNVC = states_BJNVK = None
@@ -168,7 +169,7 @@ def reverse_scan(q, k, do, prepared, dafter, dv, begin: int, chunks: int, pieces
     (B, T, _, K), (J, V) = k.shape, do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(k.device).reverse
-    block_v, options = columns_of(plan, V)
+    block_v, options = columns_of(plan, K, V)
     dstates_BJNVK = do.new_empty(B, J, chunks, V, K) if pieces == 1 else None
     dbefore_BJKV = do.new_empty(B, J, K, V, dtype=torch.float32)
     launch_reverse_scan(
@@ -202,19 +203,18 @@ def pair_gradients(x: Inputs, out: Gradients, begin: int, chunks: int, options: 
     (B, T, J, V), C = x.do.shape, CHUNK_LENGTH
     N = triton.cdiv(T, C)
     plan = launch_plan(x.U.device).pairs
-    rows_6BJT = x.prepared[2]
+    rows_7BJT = x.prepared[2]
     dP_BJTC, dM_BJTC = x.U.new_empty(2, B, J, chunks * C, C)
-    along_2BJT = rows_6BJT.new_empty(2, B, J, chunks * C)
+    along_2BJT = rows_7BJT.new_empty(2, B, J, chunks * C)
     launch_pairs(
         (chunks, B * J),
         x.o,
         x.U,
         x.do,
         out.dv_BTJV,
-        x.log_decay,
         x.eta,
         x.document_T,
-        rows_6BJT,
+        rows_7BJT,
         dP_BJTC,
         dM_BJTC,
         along_2BJT,
@@ -223,16 +223,16 @@ def pair_gradients(x: Inputs, out: Gradients, begin: int, chunks: int, options: 
         T,
         N,
         begin,
-        rows_6BJT[0].numel(),
+        rows_7BJT[0].numel(),
         J=J,
         V=V,
         BLOCK_V=math.gcd(plan.block_v, V),
         C=C,
         STEP_SIZE=options.step_size,
         UNIT_QUERIES=options.unit_queries,
-        HAS_DECAY=x.log_decay is not None,
         HAS_DOCUMENTS=x.document_T is not None,
         PRODUCT=product_dtype(x.U.dtype),
+        STAGES=plan.stages,
         **options_of(plan),
     )
     return dP_BJTC, dM_BJTC, along_2BJT
@@ -245,12 +245,12 @@ def states_again(x: Inputs, begin: int, chunks: int) -> Tensor:
     plan = launch_plan(x.k.device).states
     block_k, block_v = min(plan.block_k, K), math.gcd(plan.block_v, V)
     states_BJNVK = x.U.new_empty(B, J, chunks, V, K)
-    rows_6BJT, across_BJN = x.prepared[2:]
+    rows_7BJT, across_BJN = x.prepared[2:]
     launch_states(
         (K // block_k * (V // block_v), triton.cdiv(chunks, STATE_EVERY), B * J),
         x.k,
         x.U,
-        rows_6BJT,
+        rows_7BJT,
         across_BJN,
         x.states,
         states_BJNVK,
@@ -258,7 +258,7 @@ def states_again(x: Inputs, begin: int, chunks: int) -> Tensor:
         N,
         begin,
         chunks,
-        rows_6BJT[0].numel(),
+        rows_7BJT[0].numel(),
         V=V,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
@@ -278,7 +278,7 @@ def gradient(
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(x.k.device).gradient
     block_k = min(plan.block_k, K)
-    rows_6BJT, across_BJN = x.prepared[2:]
+    rows_7BJT, across_BJN = x.prepared[2:]
     launch_gradient(
         (chunks * (K // block_k), B * J),
         x.q,
@@ -287,7 +287,7 @@ def gradient(
         x.do,
         out.dv_BTJV,
         x.document_T,
-        rows_6BJT,
+        rows_7BJT,
         across_BJN,
         states,
         dstates,
@@ -298,7 +298,7 @@ def gradient(
         T,
         N,
         begin,
-        rows_6BJT[0].numel(),
+        rows_7BJT[0].numel(),
         V=V,
         BLOCK_K=block_k,
         BLOCK_V=math.gcd(plan.block_v, V),
