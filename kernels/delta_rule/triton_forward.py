@@ -44,9 +44,9 @@ def prepare_kernel(
 ):
     """Of one chunk and value head: X, P, the row factors read, write, query and rv, the decay
     across the chunk, and for backward r, 1 / |q| and the sum of log decays up to each token."""
-    n = tl.program_id(0)
-    N = tl.num_programs(0)
-    bj = tl.program_id(1).to(tl.int64)
+    bj = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1)
+    N = tl.num_programs(1)
     b, j = bj // J, bj % J
     row_C = tl.arange(0, C)
     key_K = tl.arange(0, K)

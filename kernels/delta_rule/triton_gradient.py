@@ -42,8 +42,8 @@ def pairs_kernel(
     """Of one chunk of one value head: the gradients dP of <q_i, k_j> and dM of <k_i, k_j>, as the
     products take them, of eta, and what the lengths take from dk and dq for each k and q: the step
     size's |k|^2, and |q| where q is normalised, as <q, dq> = <o, do>."""
-    n = begin + tl.program_id(0)
-    bj = tl.program_id(1).to(tl.int64)
+    bj = tl.program_id(0).to(tl.int64)
+    n = begin + tl.program_id(1)
     b, j = bj // J, bj % J
     row_C = tl.arange(0, C)
     value_V = tl.arange(0, BLOCK_V)
@@ -51,8 +51,8 @@ def pairs_kernel(
     inside_C = t_C < T
     first = b * T + n * C
     chunk = bj * N * C + n * C
-    here = (bj * tl.num_programs(0) + tl.program_id(0)) * C
-    here_plane = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * C
+    here = (bj * tl.num_programs(1) + tl.program_id(1)) * C
+    here_plane = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * C
     dP_CC = tl.zeros([C, C], tl.float32)
     dM_CC = tl.zeros([C, C], tl.float32)
     turn_CC = tl.zeros([C, C], tl.float32)
@@ -138,8 +138,8 @@ def states_kernel(
     BLOCK_K of its rows and BLOCK_V of its columns, which do not know of the others."""
     columns: tl.constexpr = V // BLOCK_V
     part = tl.program_id(0) // columns
-    group = tl.program_id(1)
-    bj = tl.program_id(2).to(tl.int64)
+    bj = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(2)
     b, j = bj // J, bj % J
     row_C = tl.arange(0, C)
     key_K = part * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -202,8 +202,8 @@ def gradient_kernel(
     state after it, U, and its gradient's solution dR, which is v's gradient."""
     blocks: tl.constexpr = K // BLOCK_K
     part = tl.program_id(0) % blocks
-    n = begin + tl.program_id(0) // blocks
-    bj = tl.program_id(1).to(tl.int64)
+    bj = (tl.program_id(0) // blocks).to(tl.int64)
+    n = begin + tl.program_id(1)
     b, j = bj // J, bj % J
     row_C = tl.arange(0, C)
     key_K = part * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -214,8 +214,8 @@ def gradient_kernel(
     chunk = bj * N * C + n * C
     t_C = n * C + row_C
     inside_C1 = (t_C < T)[:, None]
-    here = bj * (tl.num_programs(0) // blocks) + tl.program_id(0) // blocks
-    here_plane = tl.num_programs(1).to(tl.int64) * (tl.num_programs(0) // blocks) * C
+    here = bj * tl.num_programs(1) + tl.program_id(1)
+    here_plane = (tl.num_programs(0) // blocks).to(tl.int64) * tl.num_programs(1) * C
     dq_CK = tl.zeros([C, BLOCK_K], tl.float32)
     dk_CK = tl.zeros([C, BLOCK_K], tl.float32)
     kept_CK = tl.zeros([C, BLOCK_K], tl.float32)
@@ -278,6 +278,6 @@ def gradient_kernel(
             dg_C = tl.where(follows_C & (document_C != before_C), 0.0, dg_C)
         else:
             dg_C = tl.cumsum(dG_C, 0, reverse=True)
-        tokens = tl.num_programs(1).to(tl.int64) // J * T
+        tokens = (tl.num_programs(0) // blocks).to(tl.int64) // J * T
         gate_C = (part * tokens + b * T + t_C) * J + j
         tl.store(dlog_decay_PBTJ + gate_C, dg_C, t_C < T)

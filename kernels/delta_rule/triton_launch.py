@@ -1,4 +1,8 @@
-"""Launches of the delta rule's kernels."""
+"""Launches of the delta rule's kernels.
+
+What takes chunk by chunk takes the heads of a chunk after each other: their rows are neighbours in
+memory.
+"""
 
 # Launches take keywords that the kernels' signatures do not have.
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -94,7 +98,7 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
     rows_7BJT = k.new_empty(7, B, J, N * C, dtype=torch.float32)
     across_BJN = k.new_empty(B, J, N, dtype=torch.float32)
     launch_prepare(
-        (N, B * J),
+        (B * J, N),
         q,
         k,
         log_decay,
@@ -207,7 +211,7 @@ def pair_gradients(x: Inputs, out: Gradients, begin: int, chunks: int, options: 
     dP_BJTC, dM_BJTC = x.U.new_empty(2, B, J, chunks * C, C)
     along_2BJT = rows_7BJT.new_empty(2, B, J, chunks * C)
     launch_pairs(
-        (chunks, B * J),
+        (B * J, chunks),
         x.o,
         x.U,
         x.do,
@@ -247,7 +251,7 @@ def states_again(x: Inputs, begin: int, chunks: int) -> Tensor:
     states_BJNVK = x.U.new_empty(B, J, chunks, V, K)
     rows_7BJT, across_BJN = x.prepared[2:]
     launch_states(
-        (K // block_k * (V // block_v), triton.cdiv(chunks, STATE_EVERY), B * J),
+        (K // block_k * (V // block_v), B * J, triton.cdiv(chunks, STATE_EVERY)),
         x.k,
         x.U,
         rows_7BJT,
@@ -280,7 +284,7 @@ def gradient(
     block_k = min(plan.block_k, K)
     rows_7BJT, across_BJN = x.prepared[2:]
     launch_gradient(
-        (chunks * (K // block_k), B * J),
+        (B * J * (K // block_k), chunks),
         x.q,
         x.k,
         x.U,
