@@ -27,6 +27,8 @@ launch_prepare, launch_scan = Launched(prepare_kernel), Launched(scan_kernel)
 launch_reverse_scan, launch_pairs = Launched(reverse_scan_kernel), Launched(pairs_kernel)
 launch_states, launch_gradient = Launched(states_kernel), Launched(gradient_kernel)
 CHUNK_LENGTH = 64
+FILLED = 128
+"""About as many programs as a GPU has multiprocessors."""
 STATE_EVERY = 8
 """Of so many chunks a state is kept; those between are computed again in backward."""
 SEGMENTS = 4
@@ -81,10 +83,13 @@ def options_of(launch: Launch) -> dict:
     return {"num_warps": launch.warps, "maxnreg": launch.registers}
 
 
-def columns_of(launch: Launch, K: int, V: int) -> tuple[int, dict]:
-    """How many of V columns a program of a scan takes, and with what options; no more than K: with
-    8 warps, 128 columns and keys of 64 Triton 3.6 gave NaN on an H200."""
+def columns_of(launch: Launch, K: int, V: int, heads: int) -> tuple[int, dict]:
+    """How many of V columns a program of a scan takes, and with what options: the launch's, but
+    64 where these leave half of a GPU idle, and no more than K: with 8 warps, 128 columns and keys
+    of 64 Triton 3.6 gave NaN on an H200."""
     columns = math.gcd(launch.block_v, K, V)
+    if 2 * heads * (V // columns) <= FILLED:
+        columns = min(columns, 64)
     warps = launch.warps * columns // launch.block_v
     return columns, {"num_warps": warps, "maxnreg": launch.registers}
 
@@ -131,7 +136,7 @@ def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(k.device)
     plan = plan.scan if pieces == 1 else plan.maps
-    block_v, options = columns_of(plan, K, V)
+    block_v, options = columns_of(plan, K, V, B * J)
     o_BTJV = None if q is None else torch.empty_like(v)
     final_BJKV = v.new_empty(B, J, K, columns, dtype=torch.float32)
     U_BJNVC = states_BJNVK = None
@@ -173,7 +178,7 @@ def reverse_scan(q, k, do, prepared, dafter, dv, begin: int, chunks: int, pieces
     (B, T, _, K), (J, V) = k.shape, do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(k.device).reverse
-    block_v, options = columns_of(plan, K, V)
+    block_v, options = columns_of(plan, K, V, B * J)
     dstates_BJNVK = do.new_empty(B, J, chunks, V, K) if pieces == 1 else None
     dbefore_BJKV = do.new_empty(B, J, K, V, dtype=torch.float32)
     launch_reverse_scan(
