@@ -76,8 +76,7 @@ def prepare_kernel(
         g_C = tl.maximum(g_C, -64.0)
         if HAS_DOCUMENTS:
             g_C = tl.where((document_C != before_C) & (t_C + b > 0), 0.0, g_C)
-        # Over documents too: only differences within one are used.
-        G_C = tl.cumsum(g_C, 0)
+        G_C = tl.sum(tl.where(upto_CC, g_C[None, :], 0.0), 1)
     G_last = tl.sum(tl.where(row_C == last, G_C, 0.0), 0)
     from_start_C = tl.where(reached_C, tl.exp(G_C), 0.0)
     to_end_C = tl.where(ends_C, tl.exp(G_last - G_C), 0.0)

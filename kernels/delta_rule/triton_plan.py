@@ -46,8 +46,8 @@ PLANS = {
     ),
     90: Plan(
         prepare=Launch(warps=4, registers=168),
-        scan=Launch(warps=8, stages=2),
-        maps=Launch(warps=8, stages=2),
+        scan=Launch(warps=8, stages=3),
+        maps=Launch(warps=4, stages=3, block_v=64),
         reverse=Launch(warps=8, stages=3),
         pairs=Launch(warps=4, stages=2, block_v=64),
         states=Launch(warps=4, stages=3, block_v=64, block_k=64),
