@@ -98,12 +98,15 @@ def scatter(base, row_C, stride, column_E, count, x_CE):
 
 
 @triton.jit
-def unit_lower_inverse(A_CC):
+def unit_lower_inverse(A_CC, LOW: tl.constexpr = tl.float32):
     """(I + A)^-1 for a strictly lower triangular A [64, 64] fp32.
 
     The inverse of twice as large diagonal blocks follows from that of the smaller ones:
     (D + O)^-1 = D^-1 - D^-1 O D^-1 for a block diagonal D and what lies below it. Up to 16 rows
     the four diagonal blocks are products of their own.
+
+    LOW is what the products' operands are rounded to: fp32, which tensor cores take as TF32, or
+    fp16, which has as many digits and is faster, for entries that are below 65,504.
     """
     block = tl.arange(0, 4)
     row_16 = tl.arange(0, 16)
@@ -113,14 +116,15 @@ def unit_lower_inverse(A_CC):
     X_4x16x16 = X_4x16x16 - tl.where(_below(row_16, 1)[None, :, :], A_4x16x16, 0.0)
     for half in tl.static_range(1, 4):
         O_4x16x16 = tl.where(_below(row_16, 2**half)[None, :, :], A_4x16x16, 0.0)
-        product = tl.dot(X_4x16x16, O_4x16x16, input_precision="tf32")
-        X_4x16x16 = X_4x16x16 - tl.dot(product, X_4x16x16, input_precision="tf32")
+        product = tl.dot(X_4x16x16.to(LOW), O_4x16x16.to(LOW), input_precision="tf32")
+        product = tl.dot(product.to(LOW), X_4x16x16.to(LOW), input_precision="tf32")
+        X_4x16x16 = X_4x16x16 - product
     X_CC = tl.reshape(tl.where(own, X_4x16x16[:, :, None, :], 0.0), (64, 64))
     row_C = tl.arange(0, 64)
     for half in tl.static_range(4, 6):
         O_CC = tl.where(_below(row_C, 2**half), A_CC, 0.0)
-        product = tl.dot(X_CC, O_CC, input_precision="tf32")
-        X_CC = X_CC - tl.dot(product, X_CC, input_precision="tf32")
+        product = tl.dot(X_CC.to(LOW), O_CC.to(LOW), input_precision="tf32")
+        X_CC = X_CC - tl.dot(product.to(LOW), X_CC.to(LOW), input_precision="tf32")
     return X_CC
 
 

@@ -1,4 +1,4 @@
-"""Times the delta rule on the GPU beside flash-linear-attention's gated delta rule, in one run.
+"""Times the delta rule on the GPU beside flash-linear-attention's and FlashQLA's, in one run.
 
     python -m mixtron.kernels.delta_rule.bench [--kernels] [--sweep] [--alone]
 
@@ -72,6 +72,14 @@ def peer(q, k, v, decay, step, rate, bias) -> Tensor:
     )[0]  # fmt: skip
 
 
+def flash_qla(q, k, v, decay, step, rate, bias) -> Tensor:
+    """Its norms in its own kernels; gates, which it has not, by this repository's."""
+    from flash_qla import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+
+    log_decay, eta = gates(decay, step, rate, bias)
+    return chunk_gated_delta_rule(q, k, v, log_decay, eta, use_qk_l2norm_in_kernel=True)[0]
+
+
 def compare(name: str, op: Callable[..., Tensor]) -> None:
     """A line for each shape; what cannot run gets one too."""
     print(f"\n{name}, K = V = {WIDTH}: B, T, H; forward ms, with backward, extra MiB\n")
@@ -143,12 +151,12 @@ def kernels(shape: tuple[int, int, int]) -> None:
 
 SWEEP = {
     "prepare": [Launch(4), Launch(4, registers=168), Launch(4, registers=128)],
-    "scan": [Launch(4, stages, 64) for stages in (1, 2, 3)],
-    "reverse": [Launch(4, stages, 64) for stages in (1, 2, 3)],
-    "pairs": [Launch(4), Launch(4, block_v=64), Launch(8)],
+    "scan": [Launch(8, stages) for stages in (1, 2, 3)] + [Launch(4, 2, 64)],
+    "maps": [Launch(8, stages) for stages in (1, 2, 3)] + [Launch(4, 2, 64)],
+    "reverse": [Launch(8, stages) for stages in (1, 2, 3)],
+    "pairs": [Launch(4, stages, 64) for stages in (1, 2)] + [Launch(4)],
     "states": [Launch(4, stages, 64, 64) for stages in (1, 2, 3)] + [Launch(4, 2, 128, 64)],
-    "gradient": [Launch(4, stages, 64, 64) for stages in (1, 2, 3)]
-    + [Launch(4, 1, 128, 64), Launch(4, 1, 64, 64, registers=168)],
+    "gradient": [Launch(4, 1, block_v, 64) for block_v in (64, 128)],
 }
 """What --sweep launches each kernel with, the others as they are."""
 
@@ -186,6 +194,7 @@ def main() -> None:
     print(measure.versions(), flush=True)
     if not options.alone:
         compare("Gated delta rule, flash-linear-attention", peer)
+        compare("Gated delta rule, FlashQLA", flash_qla)
     compare("KLA, this op", ours)
     for shape in SHAPES if options.kernels else ():
         kernels(shape)

@@ -14,11 +14,11 @@ def reverse_scan_kernel(
     do_BTJV,
     X_BJTC,
     P_BJTC,
-    rows_5BJT,
+    rows_7BJT,
     across_BJN,
     dafter_BJKV,
     dv_BTJV,
-    dstates_BJNKV,
+    dstates_BJNVK,
     dbefore_BJKV,
     T,
     N,
@@ -47,7 +47,7 @@ def reverse_scan_kernel(
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, BLOCK_V)
     head = (j // (J // H)) * K
-    dS_KV = tl.load(tile(dafter_BJKV + column, bj * K, V, key_K, value_V)).to(tl.float32)
+    dS_VK = tl.trans(tl.load(tile(dafter_BJKV + column, bj * K, V, key_K, value_V)).to(tl.float32))
     count = chunks
     if PIECES > 1:
         count = tl.where(b % PIECES > 0, chunks, 0)
@@ -62,23 +62,29 @@ def reverse_scan_kernel(
         do_CV = tl.load(do_tile, inside_C1, 0.0)
         X_CC = tl.load(tile(X_BJTC, chunk, C, row_C, row_C))
         P_CC = tl.load(tile(P_BJTC, chunk, C, row_C, row_C))
-        read_C = tl.load(rows_5BJT + chunk + row_C)
-        write_C = tl.load(rows_5BJT + plane + chunk + row_C)
-        query_C = tl.load(rows_5BJT + 2 * plane + chunk + row_C)
+        # Row factors are loaded where they are used: there are few registers.
         across = tl.load(across_BJN + bj * N + n)
         k_CK, q_CK = k_CK.to(PRODUCT), q_CK.to(PRODUCT)
-        dS_low_KV = dS_KV.to(PRODUCT)
+        dS_low_VK = dS_VK.to(PRODUCT)
         if PIECES == 1:
-            dS_tile = tile(dstates_BJNKV + column, (bj * chunks + n - begin) * K, V, key_K, value_V)
-            tl.store(dS_tile, dS_low_KV.to(dstates_BJNKV.dtype.element_ty))
-        dU_CV = tl.dot(k_CK, dS_low_KV) * write_C[:, None]
-        dU_CV = tl.dot(tl.trans(P_CC.to(PRODUCT)), do_CV.to(PRODUCT), dU_CV)
-        dR_CV = tl.dot(tl.trans(X_CC.to(PRODUCT)), dU_CV.to(PRODUCT))
+            stored = (bj * chunks + n - begin) * V + column
+            dS_tile = tile(dstates_BJNVK, stored, K, value_V, key_K)
+            tl.store(dS_tile, dS_low_VK.to(dstates_BJNVK.dtype.element_ty))
+        do_VC = tl.trans(do_CV.to(PRODUCT))
+        dU_VC = tl.dot(dS_low_VK, tl.trans(k_CK))
+        write_C = tl.load(rows_7BJT + plane + chunk + row_C)
+        dU_VC *= write_C[None, :]
+        dU_VC = tl.dot(do_VC, P_CC.to(PRODUCT), dU_VC)
+        dR_VC = tl.dot(dU_VC.to(PRODUCT), X_CC.to(PRODUCT))
+        rv_C = tl.load(rows_7BJT + 5 * plane + chunk + row_C)
+        dR_VC *= rv_C[None, :]
         if PIECES == 1:
             dv_tile = tile(dv_BTJV + j * V + column, first, J * V, row_C, value_V)
-            tl.store(dv_tile, dR_CV.to(dv_BTJV.dtype.element_ty), inside_C1)
-        read_CV = (do_CV.to(tl.float32) * query_C[:, None]).to(PRODUCT)
-        dS_KV = tl.dot(tl.trans(q_CK), read_CV, dS_KV * across)
-        seen_CV = (-dR_CV * read_C[:, None]).to(PRODUCT)
-        dS_KV = tl.dot(tl.trans(k_CK), seen_CV, dS_KV)
-    tl.store(tile(dbefore_BJKV + column, bj * K, V, key_K, value_V), dS_KV)
+            tl.store(dv_tile, tl.trans(dR_VC.to(dv_BTJV.dtype.element_ty)), inside_C1)
+        query_C = tl.load(rows_7BJT + 2 * plane + chunk + row_C)
+        read_VC = (do_VC.to(tl.float32) * query_C[None, :]).to(PRODUCT)
+        dS_VK = tl.dot(read_VC, q_CK, dS_VK * across)
+        read_C = tl.load(rows_7BJT + chunk + row_C)
+        seen_VC = (-dR_VC * read_C[None, :]).to(PRODUCT)
+        dS_VK = tl.dot(seen_VC, k_CK, dS_VK)
+    tl.store(tile(dbefore_BJKV + column, bj * K, V, key_K, value_V), tl.trans(dS_VK))

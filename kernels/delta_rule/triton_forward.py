@@ -2,9 +2,13 @@
 scan over the chunks. The equations are in README.md.
 
 Tensor cores take the tiles of q, k and v as they come. Norms, step sizes and decays are in the
-two [C, C] matrices of a chunk, X = (I + A)^-1 diag(eta rv) and P, and in row factors:
+two [C, C] matrices of a chunk, X = (I + A)^-1 and P, and in row factors:
 
-    U = X (v - read k S),   o = query q S + P U,   S' = across S + k^T (write U)
+    U = X rv (v - read k S),   o = query q S + P U,   S' = across S + k^T (write U)
+
+Step sizes are factors of what a token leaves behind: of the columns of A and P, and of `write`. So
+X has a diagonal of ones, which bf16 holds exactly. Another would be off by its own rounding, and
+with it a whole row of U, which no sum over V averages out.
 """
 
 import triton
@@ -22,7 +26,7 @@ def prepare_kernel(
     document_T,
     X_BJTC,
     P_BJTC,
-    rows_5BJT,
+    rows_7BJT,
     across_BJN,
     scale,
     eps,
@@ -38,11 +42,11 @@ def prepare_kernel(
     HAS_DOCUMENTS: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """Of one chunk and value head: X, P, the row factors read, write and query, the decay across
-    the chunk, and for backward r and 1 / |q|."""
-    n = tl.program_id(0)
-    N = tl.num_programs(0)
-    bj = tl.program_id(1).to(tl.int64)
+    """Of one chunk and value head: X, P, the row factors read, write, query and rv, the decay
+    across the chunk, and for backward r, 1 / |q| and the sum of log decays up to each token."""
+    bj = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1)
+    N = tl.num_programs(1)
     b, j = bj // J, bj % J
     row_C = tl.arange(0, C)
     key_K = tl.arange(0, K)
@@ -50,7 +54,8 @@ def prepare_kernel(
     inside_C = t_C < T
     last = tl.minimum(n * C + C, T) - 1 - n * C
     gate_C = (b * T + t_C) * J + j
-    eta_C = tl.load(eta_BTJ + gate_C, mask=inside_C, other=0.0).to(tl.float32)
+    # Not 0: backward divides by it.
+    eta_C = tl.maximum(tl.load(eta_BTJ + gate_C, mask=inside_C, other=0.0).to(tl.float32), 2.0**-40)
 
     upto_CC = row_C[:, None] >= row_C[None, :]
     reached_C = inside_C
@@ -90,12 +95,12 @@ def prepare_kernel(
         rv_C = r_C
 
     k_CK = k_CK.to(PRODUCT)
-    decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf"))) * r_C[None, :]
-    A_CC = tl.dot(k_CK, tl.trans(k_CK)) * decay_CC * (eta_C * r_C)[:, None]
+    step_C = eta_C * r_C
+    decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf")))
+    A_CC = tl.dot(k_CK, tl.trans(k_CK)) * (decay_CC * step_C[None, :]) * r_C[:, None]
     A_CC = tl.where(row_C[:, None] > row_C[None, :], A_CC, 0.0)
-    # Not 0: backward divides by it.
-    weight_C = tl.where(inside_C, tl.maximum(eta_C, 2.0**-40) * rv_C, 0.0)
-    X_CC = unit_lower_inverse(A_CC) * weight_C[None, :]
+    # A's entries are <k'_i, k'_j> eta_j: with keys and steps below 1, so are they.
+    X_CC = unit_lower_inverse(A_CC, tl.float32 if PRODUCT is tl.float32 else tl.float16)
     pair_CC = (bj * N * C + n * C) * C + (row_C[:, None] * C + row_C[None, :])
     tl.store(X_BJTC + pair_CC, X_CC.to(X_BJTC.dtype.element_ty))
 
@@ -106,14 +111,17 @@ def prepare_kernel(
         length_C = tl.sqrt(tl.sum(q_CK.to(tl.float32) * q_CK.to(tl.float32), 1))
         unit_C = unit_C / tl.maximum(length_C, 1e-12)
     P_CC = tl.dot(q_CK.to(PRODUCT), tl.trans(k_CK)) * (unit_C * scale)[:, None]
-    P_CC *= tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf"))) * r_C[None, :]
+    decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf")))
+    P_CC *= decay_CC * step_C[None, :]
     tl.store(P_BJTC + pair_CC, P_CC.to(P_BJTC.dtype.element_ty))
-    factor = rows_5BJT + bj * N * C + n * C + row_C
+    factor = rows_7BJT + bj * N * C + n * C + row_C
     tl.store(factor, from_start_C * r_C / rv_C)
-    tl.store(factor + plane, to_end_C * r_C)
+    tl.store(factor + plane, to_end_C * step_C)
     tl.store(factor + 2 * plane, from_start_C * unit_C * scale)
     tl.store(factor + 3 * plane, tl.where(inside_C, r_C, 0.0))
     tl.store(factor + 4 * plane, unit_C)
+    tl.store(factor + 5 * plane, rv_C)
+    tl.store(factor + 6 * plane, G_C)
     tl.store(across_BJN + bj * N + n, across)
 
 
@@ -124,12 +132,12 @@ def scan_kernel(
     v_BTJV,
     X_BJTC,
     P_BJTC,
-    rows_5BJT,
+    rows_7BJT,
     across_BJN,
     initial_BJKV,
     o_BTJV,
-    U_BTJV,
-    states_BJNKV,
+    U_BJNVC,
+    states_BJNVK,
     final_BJKV,
     T,
     N,
@@ -162,9 +170,11 @@ def scan_kernel(
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, BLOCK_V)
     head = (j // (J // H)) * K
-    S_KV = tl.zeros([K, BLOCK_V], tl.float32)
+    S_VK = tl.zeros([BLOCK_V, K], tl.float32)
     if HAS_INITIAL:
-        S_KV = tl.load(tile(initial_BJKV + column, bj * K, V, key_K, value_V)).to(tl.float32)
+        S_VK = tl.trans(
+            tl.load(tile(initial_BJKV + column, bj * K, V, key_K, value_V)).to(tl.float32)
+        )
     count = N
     if PIECES > 1:
         piece = b % PIECES
@@ -182,27 +192,31 @@ def scan_kernel(
         X_CC = tl.load(tile(X_BJTC, chunk, C, row_C, row_C))
         if HAS_OUTPUT:
             P_CC = tl.load(tile(P_BJTC, chunk, C, row_C, row_C))
-        read_C = tl.load(rows_5BJT + chunk + row_C)
-        write_C = tl.load(rows_5BJT + plane + chunk + row_C)
+        # Row factors are loaded where they are used: there are few registers.
         across = tl.load(across_BJN + bj * N + n)
         k_CK = k_CK.to(PRODUCT)
-        S_low_KV = S_KV.to(PRODUCT)
+        S_low_VK = S_VK.to(PRODUCT)
         if TRAINING:  # noqa: SIM102 (a constant and a value)
             if n % STATE_EVERY == 0:
-                stored = (bj * tl.cdiv(N, STATE_EVERY) + n // STATE_EVERY) * K
-                pointers = tile(states_BJNKV + column, stored, V, key_K, value_V)
-                tl.store(pointers, S_low_KV.to(states_BJNKV.dtype.element_ty))
-        R_CV = v_CV.to(tl.float32) - tl.dot(k_CK, S_low_KV) * read_C[:, None]
-        U_CV = tl.dot(X_CC.to(PRODUCT), R_CV.to(PRODUCT))
+                stored = (bj * tl.cdiv(N, STATE_EVERY) + n // STATE_EVERY) * V + column
+                S_tile = tile(states_BJNVK, stored, K, value_V, key_K)
+                tl.store(S_tile, S_low_VK.to(states_BJNVK.dtype.element_ty))
+        read_C = tl.load(rows_7BJT + chunk + row_C)
+        R_VC = tl.dot(S_low_VK, tl.trans(k_CK)) * -read_C[None, :]
+        rv_C = tl.load(rows_7BJT + 5 * plane + chunk + row_C)
+        R_VC = (tl.trans(v_CV).to(tl.float32) + R_VC) * rv_C[None, :]
+        U_VC = tl.dot(R_VC.to(PRODUCT), tl.trans(X_CC.to(PRODUCT)))
         if TRAINING:
-            U_tile = tile(U_BTJV + j * V + column, first, J * V, row_C, value_V)
-            tl.store(U_tile, U_CV.to(U_BTJV.dtype.element_ty), inside_C1)
+            U_tile = tile(U_BJNVC, (bj * N + n) * V + column, C, value_V, row_C)
+            tl.store(U_tile, U_VC.to(U_BJNVC.dtype.element_ty))
         if HAS_OUTPUT:
-            query_C = tl.load(rows_5BJT + 2 * plane + chunk + row_C)
-            o_CV = tl.dot(q_CK.to(PRODUCT), S_low_KV) * query_C[:, None]
-            o_CV = tl.dot(P_CC.to(PRODUCT), U_CV.to(PRODUCT), o_CV)
+            o_VC = tl.dot(S_low_VK, tl.trans(q_CK.to(PRODUCT)))
+            query_C = tl.load(rows_7BJT + 2 * plane + chunk + row_C)
+            o_VC *= query_C[None, :]
+            o_VC = tl.dot(U_VC.to(PRODUCT), tl.trans(P_CC.to(PRODUCT)), o_VC)
             o_tile = tile(o_BTJV + j * V + column, first, J * V, row_C, value_V)
-            tl.store(o_tile, o_CV.to(o_BTJV.dtype.element_ty), inside_C1)
-        write_CV = (U_CV * write_C[:, None]).to(PRODUCT)
-        S_KV = tl.dot(tl.trans(k_CK), write_CV, S_KV * across)
-    tl.store(tile(final_BJKV + column, bj * K, V, key_K, value_V), S_KV)
+            tl.store(o_tile, tl.trans(o_VC.to(o_BTJV.dtype.element_ty)), inside_C1)
+        write_C = tl.load(rows_7BJT + plane + chunk + row_C)
+        write_VC = (U_VC * write_C[None, :]).to(PRODUCT)
+        S_VK = tl.dot(write_VC, k_CK, S_VK * across)
+    tl.store(tile(final_BJKV + column, bj * K, V, key_K, value_V), tl.trans(S_VK))

@@ -1,4 +1,8 @@
-"""Launches of the delta rule's kernels."""
+"""Launches of the delta rule's kernels.
+
+What takes chunk by chunk takes the heads of a chunk after each other: their rows are neighbours in
+memory.
+"""
 
 # Launches take keywords that the kernels' signatures do not have.
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -23,6 +27,8 @@ launch_prepare, launch_scan = Launched(prepare_kernel), Launched(scan_kernel)
 launch_reverse_scan, launch_pairs = Launched(reverse_scan_kernel), Launched(pairs_kernel)
 launch_states, launch_gradient = Launched(states_kernel), Launched(gradient_kernel)
 CHUNK_LENGTH = 64
+FILLED = 128
+"""About as many programs as a GPU has multiprocessors."""
 STATE_EVERY = 8
 """Of so many chunks a state is kept; those between are computed again in backward."""
 SEGMENTS = 4
@@ -77,16 +83,27 @@ def options_of(launch: Launch) -> dict:
     return {"num_warps": launch.warps, "maxnreg": launch.registers}
 
 
+def columns_of(launch: Launch, K: int, V: int, heads: int) -> tuple[int, dict]:
+    """How many of V columns a program of a scan takes, and with what options: the launch's, but
+    64 where these leave half of a GPU idle, and no more than K: with 8 warps, 128 columns and keys
+    of 64 Triton 3.6 gave NaN on an H200."""
+    columns = math.gcd(launch.block_v, K, V)
+    if 2 * heads * (V // columns) <= FILLED:
+        columns = min(columns, 64)
+    warps = launch.warps * columns // launch.block_v
+    return columns, {"num_warps": warps, "maxnreg": launch.registers}
+
+
 def prepare(q, k, log_decay, eta, document_T, options: Options):
-    """X and P [B, J, T', C], the row factors [5, B, J, T'] fp32 and the decay across each chunk
+    """X and P [B, J, T', C], the row factors [7, B, J, T'] fp32 and the decay across each chunk
     [B, J, N] fp32; T' is T filled up to whole chunks."""
     (B, T), J, C = k.shape[:2], eta.shape[2], CHUNK_LENGTH
     N = triton.cdiv(T, C)
     X_BJTC, P_BJTC = k.new_empty(B, J, N * C, C), k.new_empty(B, J, N * C, C)
-    rows_5BJT = k.new_empty(5, B, J, N * C, dtype=torch.float32)
+    rows_7BJT = k.new_empty(7, B, J, N * C, dtype=torch.float32)
     across_BJN = k.new_empty(B, J, N, dtype=torch.float32)
     launch_prepare(
-        (N, B * J),
+        (B * J, N),
         q,
         k,
         log_decay,
@@ -94,7 +111,7 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
         document_T,
         X_BJTC,
         P_BJTC,
-        rows_5BJT,
+        rows_7BJT,
         across_BJN,
         options.scale,
         options.eps,
@@ -107,7 +124,7 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
         **shape_of(k, J),
         **options_of(launch_plan(k.device).prepare),
     )
-    return X_BJTC, P_BJTC, rows_5BJT, across_BJN
+    return X_BJTC, P_BJTC, rows_7BJT, across_BJN
 
 
 def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
@@ -117,14 +134,15 @@ def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
     (B, T, _, K), (J, V) = k.shape, v.shape[2:]
     columns = V if initial is None else initial.shape[-1]
     N = triton.cdiv(T, CHUNK_LENGTH)
-    plan = launch_plan(k.device).scan
-    block_v = math.gcd(plan.block_v, V)
+    plan = launch_plan(k.device)
+    plan = plan.scan if pieces == 1 else plan.maps
+    block_v, options = columns_of(plan, K, V, B * J)
     o_BTJV = None if q is None else torch.empty_like(v)
     final_BJKV = v.new_empty(B, J, K, columns, dtype=torch.float32)
-    U_BTJV = states_BJNKV = None
+    U_BJNVC = states_BJNVK = None
     if training:
-        U_BTJV = torch.empty_like(v)
-        states_BJNKV = v.new_empty(B, J, triton.cdiv(N, STATE_EVERY), K, V)
+        U_BJNVC = v.new_empty(B, J, N, V, CHUNK_LENGTH)
+        states_BJNVK = v.new_empty(B, J, triton.cdiv(N, STATE_EVERY), V, K)
     launch_scan(
         (columns // block_v, B * J),
         q,
@@ -133,8 +151,8 @@ def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
         *prepared,
         None if initial is None else initial.contiguous(),
         o_BTJV,
-        U_BTJV,
-        states_BJNKV,
+        U_BJNVC,
+        states_BJNVK,
         final_BJKV,
         T,
         N,
@@ -149,9 +167,9 @@ def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
         TRAINING=training,
         **shape_of(k, J),
         STAGES=plan.stages,
-        **options_of(plan),
+        **options,
     )
-    return o_BTJV, final_BJKV, U_BTJV, states_BJNKV
+    return o_BTJV, final_BJKV, U_BJNVC, states_BJNVK
 
 
 def reverse_scan(q, k, do, prepared, dafter, dv, begin: int, chunks: int, pieces: int = 1):
@@ -160,8 +178,8 @@ def reverse_scan(q, k, do, prepared, dafter, dv, begin: int, chunks: int, pieces
     (B, T, _, K), (J, V) = k.shape, do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(k.device).reverse
-    block_v = math.gcd(plan.block_v, V)
-    dstates_BJNKV = do.new_empty(B, J, chunks, K, V) if pieces == 1 else None
+    block_v, options = columns_of(plan, K, V, B * J)
+    dstates_BJNVK = do.new_empty(B, J, chunks, V, K) if pieces == 1 else None
     dbefore_BJKV = do.new_empty(B, J, K, V, dtype=torch.float32)
     launch_reverse_scan(
         (V // block_v, B * J),
@@ -171,7 +189,7 @@ def reverse_scan(q, k, do, prepared, dafter, dv, begin: int, chunks: int, pieces
         *prepared,
         dafter.contiguous(),
         dv,
-        dstates_BJNKV,
+        dstates_BJNVK,
         dbefore_BJKV,
         T,
         N,
@@ -183,30 +201,29 @@ def reverse_scan(q, k, do, prepared, dafter, dv, begin: int, chunks: int, pieces
         PIECES=pieces,
         **shape_of(k, J),
         STAGES=plan.stages,
-        **options_of(plan),
+        **options,
     )
-    return dstates_BJNKV, dbefore_BJKV
+    return dstates_BJNVK, dbefore_BJKV
 
 
 def pair_gradients(x: Inputs, out: Gradients, begin: int, chunks: int, options: Options):
     """Of some chunks dP and dM [B, J, chunks C, C] and what the lengths take along k and q,
     [2, B, J, chunks C] fp32; fills the gradient of eta."""
-    (B, T, J, V), C = x.U.shape, CHUNK_LENGTH
+    (B, T, J, V), C = x.do.shape, CHUNK_LENGTH
     N = triton.cdiv(T, C)
     plan = launch_plan(x.U.device).pairs
-    rows_5BJT = x.prepared[2]
+    rows_7BJT = x.prepared[2]
     dP_BJTC, dM_BJTC = x.U.new_empty(2, B, J, chunks * C, C)
-    along_2BJT = rows_5BJT.new_empty(2, B, J, chunks * C)
+    along_2BJT = rows_7BJT.new_empty(2, B, J, chunks * C)
     launch_pairs(
-        (chunks, B * J),
+        (B * J, chunks),
         x.o,
         x.U,
         x.do,
         out.dv_BTJV,
-        x.log_decay,
         x.eta,
         x.document_T,
-        rows_5BJT,
+        rows_7BJT,
         dP_BJTC,
         dM_BJTC,
         along_2BJT,
@@ -215,42 +232,42 @@ def pair_gradients(x: Inputs, out: Gradients, begin: int, chunks: int, options: 
         T,
         N,
         begin,
-        rows_5BJT[0].numel(),
+        rows_7BJT[0].numel(),
         J=J,
         V=V,
         BLOCK_V=math.gcd(plan.block_v, V),
         C=C,
         STEP_SIZE=options.step_size,
         UNIT_QUERIES=options.unit_queries,
-        HAS_DECAY=x.log_decay is not None,
         HAS_DOCUMENTS=x.document_T is not None,
         PRODUCT=product_dtype(x.U.dtype),
+        STAGES=plan.stages,
         **options_of(plan),
     )
     return dP_BJTC, dM_BJTC, along_2BJT
 
 
 def states_again(x: Inputs, begin: int, chunks: int) -> Tensor:
-    """The state before each of some chunks, [B, J, chunks, K, V]."""
-    (B, T, _, K), (J, V) = x.k.shape, x.U.shape[2:]
+    """The state before each of some chunks, [B, J, chunks, V, K]."""
+    (B, T, _, K), (J, V) = x.k.shape, x.do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(x.k.device).states
     block_k, block_v = min(plan.block_k, K), math.gcd(plan.block_v, V)
-    states_BJNKV = x.U.new_empty(B, J, chunks, K, V)
-    rows_5BJT, across_BJN = x.prepared[2:]
+    states_BJNVK = x.U.new_empty(B, J, chunks, V, K)
+    rows_7BJT, across_BJN = x.prepared[2:]
     launch_states(
-        (K // block_k * (V // block_v), triton.cdiv(chunks, STATE_EVERY), B * J),
+        (K // block_k * (V // block_v), B * J, triton.cdiv(chunks, STATE_EVERY)),
         x.k,
         x.U,
-        rows_5BJT,
+        rows_7BJT,
         across_BJN,
         x.states,
-        states_BJNKV,
+        states_BJNVK,
         T,
         N,
         begin,
         chunks,
-        rows_5BJT[0].numel(),
+        rows_7BJT[0].numel(),
         V=V,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
@@ -259,27 +276,27 @@ def states_again(x: Inputs, begin: int, chunks: int) -> Tensor:
         STAGES=plan.stages,
         **options_of(plan),
     )
-    return states_BJNKV
+    return states_BJNVK
 
 
 def gradient(
     x: Inputs, out: Gradients, states, dstates, pairs, begin: int, chunks: int, options: Options
 ) -> None:
     """Fills the gradients of q, k and the log decay of some chunks."""
-    (B, T, _, K), (J, V) = x.k.shape, x.U.shape[2:]
+    (B, T, _, K), (J, V) = x.k.shape, x.do.shape[2:]
     N = triton.cdiv(T, CHUNK_LENGTH)
     plan = launch_plan(x.k.device).gradient
     block_k = min(plan.block_k, K)
-    rows_5BJT, across_BJN = x.prepared[2:]
+    rows_7BJT, across_BJN = x.prepared[2:]
     launch_gradient(
-        (chunks * (K // block_k), B * J),
+        (B * J * (K // block_k), chunks),
         x.q,
         x.k,
         x.U,
         x.do,
         out.dv_BTJV,
         x.document_T,
-        rows_5BJT,
+        rows_7BJT,
         across_BJN,
         states,
         dstates,
@@ -290,7 +307,7 @@ def gradient(
         T,
         N,
         begin,
-        rows_5BJT[0].numel(),
+        rows_7BJT[0].numel(),
         V=V,
         BLOCK_K=block_k,
         BLOCK_V=math.gcd(plan.block_v, V),

@@ -13,6 +13,7 @@ from torch import Tensor
 from mixtron.kernels.delta_rule.decode import StepSize
 from mixtron.kernels.delta_rule.triton_launch import (
     CHUNK_LENGTH,
+    FILLED,
     Inputs,
     Options,
     gradients,
@@ -23,9 +24,9 @@ from mixtron.kernels.delta_rule.triton_launch import (
 from mixtron.kernels.recurrence import compose_chunks, document_numbers
 from mixtron.kernels.triton_tools import check_takes
 
-PROGRAMS, MOST_PIECES = 128, 8
-"""A sequence of few heads is cut in pieces that are scanned side by side, up to so many programs,
-about one for each multiprocessor. Their maps, which come first, cost up to two scans of a piece."""
+MOST_PIECES = 8
+"""In so many pieces at most a sequence of few heads is cut, which are scanned side by side. Their
+maps, which come first, cost up to two scans of a piece."""
 
 
 def delta_rule_triton(
@@ -96,11 +97,13 @@ def segment_map_triton(
 
 
 def _pieces(T: int, programs: int) -> int:
-    """In how many whole numbers of chunks a scan of so many programs is cut to fill a GPU."""
+    """In how many whole numbers of chunks a scan is cut that has so many programs of 64 columns:
+    in one if these fill a GPU, else so that programs of 128 do."""
     pieces = 1
     while (
-        T % (2 * pieces * CHUNK_LENGTH) == 0
-        and 2 * pieces * programs <= PROGRAMS
+        programs < FILLED
+        and T % (2 * pieces * CHUNK_LENGTH) == 0
+        and pieces * programs <= FILLED
         and 2 * pieces <= MOST_PIECES
     ):
         pieces *= 2

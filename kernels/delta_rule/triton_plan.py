@@ -16,7 +16,8 @@ class Launch:
     stages: int = 1
     block_v: int = 128
     block_k: int = 128
-    """Columns of values, and of keys, that a program takes at a time; no more than there are."""
+    """Columns of values, and of keys, that a program takes at a time; no more than there are, and
+    then a scan has as many fewer warps."""
     registers: int | None = None
     """Of a thread at most; None: as many as the compiler takes."""
 
@@ -25,6 +26,8 @@ class Launch:
 class Plan:
     prepare: Launch
     scan: Launch
+    maps: Launch
+    """The scan without outputs, of the pieces of a sequence."""
     reverse: Launch
     pairs: Launch
     states: Launch
@@ -34,17 +37,19 @@ class Plan:
 PLANS = {
     80: Plan(
         prepare=Launch(warps=4),
-        scan=Launch(warps=4, block_v=64),
-        reverse=Launch(warps=4, stages=2, block_v=64),
-        pairs=Launch(warps=4),
+        scan=Launch(warps=8, block_v=64),
+        maps=Launch(warps=8, block_v=64),
+        reverse=Launch(warps=8, block_v=64),
+        pairs=Launch(warps=4, stages=2, block_v=64),
         states=Launch(warps=4, stages=2, block_v=64, block_k=64),
         gradient=Launch(warps=4, block_v=64, block_k=64),
     ),
     90: Plan(
         prepare=Launch(warps=4, registers=168),
-        scan=Launch(warps=4, stages=3, block_v=64),
-        reverse=Launch(warps=4, stages=3, block_v=64),
-        pairs=Launch(warps=4),
+        scan=Launch(warps=8, stages=3),
+        maps=Launch(warps=4, stages=3, block_v=64),
+        reverse=Launch(warps=8, stages=3),
+        pairs=Launch(warps=4, stages=2, block_v=64),
         states=Launch(warps=4, stages=3, block_v=64, block_k=64),
         gradient=Launch(warps=4, block_v=64, block_k=64),
     ),
