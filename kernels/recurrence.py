@@ -1,7 +1,8 @@
 """What the recurrent ops share: the checks of their arguments, document starts, decays, chunk maps
 one after another."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,15 +87,27 @@ def document_starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
 def document_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """[T] int32: each token's document, counted from 0. Computed once for all layers that are given
     the same tensor of offsets."""
-    known = _NUMBERS.get(cu_seqlens)
-    if known is None or known[:2] != (cu_seqlens._version, tokens):
-        numbers_T = document_starts(cu_seqlens, tokens).cumsum(0, dtype=torch.int32)
-        known = _NUMBERS[cu_seqlens] = cu_seqlens._version, tokens, numbers_T
-    return known[2]
+
+    def compute() -> Tensor:
+        return document_starts(cu_seqlens, tokens).cumsum(0, dtype=torch.int32)
+
+    return once(cu_seqlens, ("numbers", tokens), compute)
 
 
-_NUMBERS = WeakTensorKeyDictionary()
-"""What is known of offsets that still exist: their version, the tokens, and the documents."""
+def once(cu_seqlens: Tensor, key: Hashable, compute: Callable[[], Any]) -> Any:
+    """What `compute` gives for the documents, computed by the first of all layers that are given
+    the same tensor of offsets and ask."""
+    version, found = _KNOWN.get(cu_seqlens, (None, {}))
+    if version != cu_seqlens._version:
+        found = {}
+        _KNOWN[cu_seqlens] = cu_seqlens._version, found
+    if key not in found:
+        found[key] = compute()
+    return found[key]
+
+
+_KNOWN = WeakTensorKeyDictionary()
+"""Of offsets that still exist: their version, and what is known of them."""
 
 
 def to_value_heads(x_BTHX: Tensor, value_heads: int) -> Tensor:

@@ -256,12 +256,16 @@ def loss_case() -> Case:
     """70 entries, of which 61 are in use."""
     label_T = torch.randint(0, 61, (TOKENS,), generator=torch.Generator().manual_seed(3))
 
+    share_T = torch.arange(TOKENS) % 3
+
     def triton(hidden, weight):
         options = {"used": 61, "chunk_tokens": 32, "backend": "triton"}
-        return linear_cross_entropy(hidden, weight, label_T.to(hidden.device), **options)
+        tokens = label_T.to(hidden.device), share_T.to(hidden.device)
+        return linear_cross_entropy(hidden, weight, *tokens, **options)
 
     def reference(hidden, weight):
-        return linear_cross_entropy_reference(hidden, weight, label_T, used=61)
+        loss_T = linear_cross_entropy_reference(hidden, weight, label_T, used=61)
+        return (loss_T * share_T).sum()
 
     inputs = {"hidden": draw(TOKENS, 48), "weight": draw(70, 48) / 4}
     return Case("linear_cross_entropy", "70 entries", inputs, (), triton, reference)

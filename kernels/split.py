@@ -61,6 +61,13 @@ class _Split(torch.autograd.Function):
         if whole is None:
             return torch.cat(found, dim=-1), None
         for part, gradient in zip(whole.split(ctx.gradient.widths, dim=-1), found, strict=True):
-            if (part.data_ptr(), part.stride()) != (gradient.data_ptr(), gradient.stride()):
+            if not _is_there(part, gradient):
                 part.copy_(gradient)
         return whole, None
+
+
+def _is_there(part: Tensor, gradient: Tensor) -> bool:
+    """Whether the one is the other's memory. Where there is one element, strides say nothing."""
+    strides = zip(part.shape, part.stride(), gradient.stride(), strict=True)
+    same = all(own == other for size, own, other in strides if size > 1)
+    return same and part.data_ptr() == gradient.data_ptr()

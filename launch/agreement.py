@@ -19,7 +19,9 @@ def gather[T](value: T) -> list[T]:
 
 
 def any_rank(device: torch.device, *flags: bool) -> list[bool]:
-    """For each flag, whether any rank sets it; one all-reduce."""
+    """For each flag, whether any rank sets it; one all-reduce. A rank alone waits for nothing."""
+    if dist.get_world_size() == 1:
+        return list(flags)
     agreed = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
     return [bool(flag) for flag in agreed.tolist()]

@@ -18,6 +18,7 @@ from mixtron.megatron_ext.errors import ConfigError
 FREE = (
     *("name", "run_dir", "parallel", "checkpoint", "logging", "slurm", "engine", "deepspeed"),
     "training.recompute",
+    "training.layer_graphs",
     "training.deterministic",
     "training.micro_batch_sequences",
     "training.eval_every_steps",

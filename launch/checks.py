@@ -122,15 +122,18 @@ def check_recompute(config: RunConfig) -> None:
         )
     if "mlp_act" in recomputed and model.mlp != "swiglu":
         raise ConfigError(f"{said}: mlp_act is for model.mlp=swiglu, not {model.mlp}")
-    if "conv" not in recomputed:
-        return
-    if config.parallel.context > 1:
-        raise ConfigError(f"{said}: conv is for parallel.context=1, not {config.parallel.context}")
-    names = dict.fromkeys(model.layer_mixers)
-    if not any(config.mixers[name].convolution_bytes_per_token(1, 1) for name in names):
-        raise ConfigError(
-            f"{said}: conv is for KLA's short convolution, and none of {', '.join(names)} has it"
-        )
+    mixers = {name: config.mixers[name] for name in model.layer_mixers}
+    none = f"and none of {', '.join(mixers)} has it"
+    if "conv" in recomputed:
+        if (size := config.parallel.context) > 1:
+            raise ConfigError(f"{said}: conv is for parallel.context=1, not {size}")
+        if not any(mixer.convolution_bytes_per_token(1, 1) for mixer in mixers.values()):
+            raise ConfigError(f"{said}: conv is for KLA's short convolution, {none}")
+    if "gate" in recomputed:
+        if (size := config.parallel.tensor) > 1:
+            raise ConfigError(f"{said}: gate is for parallel.tensor=1, not {size}")
+        if not any(mixer.gated_bytes_per_token(1) for mixer in mixers.values()):
+            raise ConfigError(f"{said}: gate is for the gated norm of KLA's output, {none}")
 
 
 def check_layer_graphs(config: RunConfig) -> None:
@@ -157,9 +160,11 @@ def check_layer_graphs(config: RunConfig) -> None:
     for name in dict.fromkeys(model.layer_mixers):
         mixer = config.mixers[name]
         if not mixer.recordable:
+            other = mixer.model_copy(update={"kernel": "triton"}).recordable
+            hint = f"; mixers.{name}.kernel=triton does not" if other else ""
             raise ConfigError(
                 f"{said}: mixer {name!r} (type {mixer.type!r}) decides on the host from each batch "
-                "what to launch"
+                f"what to launch{hint}"
             )
 
 

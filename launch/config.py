@@ -122,7 +122,7 @@ class ScheduleConfig(Section):
         return self
 
 
-Part = Literal["norm", "conv", "mlp_act"]
+Part = Literal["norm", "conv", "gate", "mlp_act"]
 """As megatron_ext/recompute.py has it, which needs torch."""
 Parts = Annotated[list[Part], Field(min_length=1)]
 RECOMPUTE_TAGS = ("layers", "parts")
@@ -140,7 +140,7 @@ class TrainingConfig(Section):
     precision: Literal["bf16", "fp32"] = "bf16"
     recompute: Recompute = "none"
     """full: keep only each layer's input and run the layer again in backward. A list of parts, of
-    which nothing is kept that is cheap to compute: norm, conv (of KLA), mlp_act (SwiGLU)."""
+    which nothing is kept that is cheap to compute: norm, KLA's conv and gate, mlp_act (SwiGLU)."""
     layer_graphs: bool = False
     """Record each layer's forward and backward as CUDA graphs, which cost the host next to nothing:
     for small micro-batches, on which a GPU waits for the host."""

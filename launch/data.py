@@ -105,6 +105,15 @@ class TrainingData:
 
         Each rank reads its own share of them with `read`.
         """
+        plan = self.upcoming(count)
+        for number, source in enumerate(self.sources):
+            taken = sum(chosen == number for chosen, _ in plan)
+            source.consumed += taken
+            source.consumed_in_blend += taken
+        return plan
+
+    def upcoming(self, count: int) -> list[SampleRef]:
+        """What `next` would give; they do not count."""
         taken = np.array([source.consumed_in_blend for source in self.sources])
         chosen = blend(self._weights, taken, count)
         samples = np.empty(count, dtype=np.int64)
@@ -113,8 +122,6 @@ class TrainingData:
             size = len(source.stream)
             position = source.consumed + np.arange(len(mine))
             samples[mine] = permuted(self.seed, position // size, size, position % size)
-            source.consumed += len(mine)
-            source.consumed_in_blend += len(mine)
         return list(zip(chosen.tolist(), samples.tolist(), strict=True))
 
     def read(self, reference: SampleRef) -> Sample:

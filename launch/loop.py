@@ -17,11 +17,12 @@ from mixtron.launch.data import AnyTraining, AnyValidation
 from mixtron.launch.estimate import peak_flops, training_flops_per_token
 from mixtron.launch.evaluate import evaluate
 from mixtron.launch.metrics import Metrics, step_line
-from mixtron.launch.micro_batch import collate, run_micro_batches
+from mixtron.launch.micro_batch import MicroBatch, collate, run_micro_batches
 from mixtron.launch.saver import Saver
 from mixtron.launch.schedule import learning_rate
 from mixtron.launch.signals import StopFlag
 from mixtron.launch.stragglers import compare_ranks
+from mixtron.megatron_ext.host_copy import HostCopy
 from mixtron.megatron_ext.optimizer import clip_and_step, set_learning_rate
 from mixtron.megatron_ext.parallel import Ranks
 from mixtron.megatron_ext.scalars import Scalars
@@ -46,6 +47,24 @@ class Progress:
     skipped_in_a_row: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """This rank's data of one step, on its device."""
+
+    config: RunConfig
+    data: AnyTraining
+    step: int
+    plan: list
+    """What the data gives for the whole step."""
+    micro_batches: list[MicroBatch]
+    scalars: Scalars | None
+    """Where layers report, if this step is logged."""
+
+    def fits(self, run: "Run", step: int, plan: list) -> bool:
+        made_for = self.config is run.config and self.data is run.data
+        return made_for and (self.step, self.plan) == (step, plan)
+
+
 @dataclasses.dataclass
 class Run:
     """Everything one rank holds."""
@@ -61,6 +80,8 @@ class Run:
     saver: Saver
     say: Callable[[str], None]
     """Prints on rank 0, does nothing on the others."""
+    prepared: "Prepared | None" = None
+    """The next step's data, read while the GPU is at work on this one's."""
 
     def state(self) -> dict:
         """What a checkpoint holds beside model, optimizer and random states."""
@@ -147,18 +168,22 @@ def train_step(run: Run) -> dict[str, float]:
     run.optimizer.zero_grad()
 
     plan = run.data.next(config.global_batch_sequences)
-    per_micro = config.training.micro_batch_sequences
-    scalars = Scalars() if step % config.logging.every_steps == 0 else None
-    micro_batches = []
-    for first in range(ranks.data_rank * per_micro, len(plan), ranks.data_size * per_micro):
-        samples = [run.data.read(entry) for entry in plan[first : first + per_micro]]
-        micro_batches.append(collate(samples, step, ranks, scalars))
-    totals = run_micro_batches(run.wrapped, config, ranks, micro_batches, train=True)
+    now = run.prepared
+    if now is None or not now.fits(run, step, plan):
+        now = prepare(run, step, plan)
+    scalars = now.scalars
+    totals = run_micro_batches(run.wrapped, config, ranks, now.micro_batches, train=True)
     if scalars is not None:
         scalars.reduce(ranks.groups)
+    run.prepared = None
+    if step < config.training.steps:
+        # It does not count yet: a checkpoint of this step knows nothing of it.
+        upcoming = run.data.upcoming(config.global_batch_sequences)
+        run.prepared = prepare(run, step + 1, upcoming)
     clip = config.optimizer.clip_grad_norm
+    read = HostCopy(totals)
     grad_norm, applied = clip_and_step(run.optimizer, clip, totals[0])
-    loss_sum, tokens = totals.tolist()
+    loss_sum, tokens = read.tolist()
 
     progress.step = step
     progress.samples += len(plan)
@@ -174,6 +199,18 @@ def train_step(run: Run) -> dict[str, float]:
         **({} if scalars is None else scalars.means(ranks.groups)),
         **run.data.realised_shares(),
     }
+
+
+def prepare(run: Run, step: int, plan: list) -> Prepared:
+    """Reads this rank's share of a plan."""
+    config, ranks = run.config, run.ranks
+    per_micro = config.training.micro_batch_sequences
+    scalars = Scalars() if step % config.logging.every_steps == 0 else None
+    micro_batches = []
+    for first in range(ranks.data_rank * per_micro, len(plan), ranks.data_size * per_micro):
+        samples = [run.data.read(entry) for entry in plan[first : first + per_micro]]
+        micro_batches.append(collate(samples, step, ranks, scalars))
+    return Prepared(config, run.data, step, plan, micro_batches, scalars)
 
 
 def speed(config: RunConfig, ranks: Ranks, seconds: float) -> dict[str, float]:

@@ -157,7 +157,8 @@ def _activations(config: RunConfig, world_size: int, stage: int) -> float:
         # A recorded layer writes its input's gradient where the one before it reads it.
         per_token += len(layers) * _residual_bytes(config)
     if stage == config.parallel.pipeline - 1:
-        # The final norm's input, and its output as the loss takes it: of the whole sequence.
+        # The final norm's input, and in place of its output, which the loss takes of the whole
+        # sequence, its gradient.
         per_token += _norm_bytes(config) - _residual_bytes(config)
         per_token += config.model.hidden_size * element_bytes(config)
     if stage == 0 and config.model.dropout > 0:
@@ -209,6 +210,8 @@ def _layer_bytes(config: RunConfig, name: str) -> float:
     kept += mixer.activation_bytes_per_token(model.hidden_size, tensor, element)
     if "conv" in recomputed:
         kept -= mixer.convolution_bytes_per_token(tensor, element)
+    if "gate" in recomputed:
+        kept -= mixer.gated_bytes_per_token(element)
     if config.parallel.context > 1:
         kept += mixer.context_bytes_kept(*_context_shape(config)) / micro_batch_tokens(config)
     return kept + _mlp_bytes(config)
@@ -228,12 +231,13 @@ def _layer_backward(config: RunConfig, stage: int) -> float:
     # Gradients of the residual stream and of SwiGLU's input and output, which is gone itself.
     mlp = tokens * (_residual_bytes(config) + 2 * model.ffn_hidden_size * element / tensor)
     recomputed, normed = config.training.recomputed, tokens * _residual_bytes(config)
-    again = normed if "norm" in recomputed else 0.0
+    # A product writes its factor over the factor's gradient; where layers are split it does not.
+    again = normed if "norm" in recomputed and tensor > 1 else 0.0
     mlp += again
     if "mlp_act" in recomputed:
         mlp += tokens * model.ffn_hidden_size * element / tensor
     # The mixer's turn comes when what the MLP and its norm kept is gone.
-    gone = tokens * _mlp_bytes(config) + normed - again
+    gone = tokens * _mlp_bytes(config) + (0.0 if "norm" in recomputed else normed)
     needs = []
     for name in dict.fromkeys(layers_of_stage(config, stage)):
         mixer = config.mixers[name]
@@ -242,6 +246,8 @@ def _layer_backward(config: RunConfig, stage: int) -> float:
             working += mixer.context_bytes_needed(*_context_shape(config))
         if "conv" in recomputed:
             working += tokens * mixer.convolution_bytes_per_token(tensor, element)
+        if "gate" in recomputed:
+            working += tokens * mixer.gated_bytes_per_token(element)
         need = max(mlp, working + again - gone)
         if config.training.recompute == "full":
             need += tokens * _layer_bytes(config, name)
@@ -257,14 +263,18 @@ def chunk_logit_bytes(config: RunConfig) -> float:
 
 
 def _loss(config: RunConfig, stage: int) -> float:
-    """The loss's backward on the last stage; gone when the layers' backward begins."""
+    """The loss on the last stage: a chunk's logits, the weight's gradient, and the hidden states
+    beside theirs. Gone when the layers' backward begins."""
     if stage != config.parallel.pipeline - 1:
         return 0.0
-    model, parallel = config.model, config.parallel
-    # The weight's gradient, a fp32 sum that a chunk's product is added to; the hidden states'.
-    weight = 2 * 4 * model.padded_vocab_size * model.hidden_size / parallel.tensor
-    hidden = micro_batch_tokens(config) * model.hidden_size * element_bytes(config)
-    return chunk_logit_bytes(config) + weight + hidden
+    hidden = micro_batch_tokens(config) * config.model.hidden_size * element_bytes(config)
+    return chunk_logit_bytes(config) + head_gradient_bytes(config) + hidden
+
+
+def head_gradient_bytes(config: RunConfig) -> float:
+    """The output layer's gradient, which its forward computes, in fp32."""
+    model = config.model
+    return 4 * model.padded_vocab_size * model.hidden_size / config.parallel.tensor
 
 
 def _gathered_sequence(config: RunConfig) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mixtron.launch.config import RunConfig
 from mixtron.launch.data import AnySample
-from mixtron.megatron_ext.batch import Batch, make_batch
+from mixtron.megatron_ext.batch import Batch, make_batch, sent
 from mixtron.megatron_ext.deepspeed_engine import ZeroModel
 from mixtron.megatron_ext.model import forward
 from mixtron.megatron_ext.parallel import Ranks
@@ -54,8 +54,7 @@ def collate(
     mine = slice(ranks.context_rank * share, (ranks.context_rank + 1) * share)
 
     def local(arrays: Iterable[np.ndarray]) -> Tensor:
-        stream = torch.from_numpy(np.concatenate(list(arrays))[mine])
-        return stream[None].to(ranks.device, non_blocking=True)
+        return sent(torch.from_numpy(np.concatenate(list(arrays))[mine])[None], ranks.device)
 
     mask_BT = local(s.label_mask for s in samples)
     if scalars is not None:
@@ -79,13 +78,15 @@ def run_micro_batches(
         their number, over all ranks; equal on every rank.
     """
     for chunk in wrapped:
-        chunk.train(train)
+        if chunk.training != train:  # it goes through every module, while the GPU waits
+            chunk.train(train)
     tokens = ranks.context_size * micro_batches[0].tokens_BT.shape[1]
 
     def forward_step(iterator, chunk):
         micro = next(iterator)
-        output = forward(chunk, config.model, ranks, micro.tokens_BT, micro.batch, micro.labels_BT)
-        return output, partial(_masked_sum, micro.mask_BT)
+        scored = micro.labels_BT, micro.mask_BT
+        output = forward(chunk, config.model, ranks, micro.tokens_BT, micro.batch, *scored)
+        return output, partial(_reported, micro.mask_BT)
 
     iterators = [iter(micro_batches) for _ in wrapped]
     if train and isinstance(wrapped[0], ZeroModel):
@@ -109,8 +110,7 @@ def run_micro_batches(
     return totals
 
 
-def _masked_sum(mask_BT: Tensor, loss_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _reported(mask_BT: Tensor, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The form that Megatron's schedule takes: loss to differentiate, tokens, what to report."""
-    loss = (loss_BT * mask_BT).sum()
     count = mask_BT.sum().to(torch.int)
     return loss, count, torch.stack([loss.detach().double(), count.double()])

@@ -97,6 +97,14 @@ class Batch(PackedSeqParams):
         return self.once(("rope", base, dim), compute)
 
 
+def sent(x: Tensor, device: torch.device | str) -> Tensor:
+    """x from the host on the device, behind what was launched before. The host waits for none of
+    it, as it would from memory that is not pinned."""
+    if torch.device(device).type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
 def make_batch(
     lengths: list[int],
     *,
@@ -127,10 +135,10 @@ def make_batch(
     padded[: len(starts)] = starts.to(torch.int32)
     return Batch(
         qkv_format="thd",
-        cu_seqlens=padded.to(device, non_blocking=True),
+        cu_seqlens=sent(padded, device),
         lengths=list(lengths),
         max_seqlen=max(lengths),
-        position_ids=local.to(device, non_blocking=True),
+        position_ids=sent(local, device),
         step=step,
         sequences=sequences,
         context_rank=context_rank,

@@ -43,7 +43,8 @@ def watched(batch: Batch) -> WatchedBatch:
     made: Any = copy.copy(batch)
     made.__class__ = WatchedBatch
     made.read, made._shared, made.scalars = {}, {}, Scalars()
-    made.max_seqlen = len(batch.position_ids) // batch.rows
+    # By `made`, so that other rows are refused: no document of theirs may be longer.
+    made.max_seqlen = len(batch.position_ids) // made.rows
     made.position_ids = torch.empty_like(batch.position_ids)
     made.cu_seqlens = torch.empty_like(batch.cu_seqlens)
     made.step = torch.empty((), dtype=torch.int64, device=batch.position_ids.device)
@@ -125,6 +126,7 @@ class LayerGraphs:
                 torch.autograd.grad(output_TBD, [input_TBD, *leaves], output_TBD.detach())
             del output_TBD, leaves
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what this stream alone could use
             # Other tensors than those before: what is kept of a tensor is then computed anew.
             self.batch = watched(batch)
             gradient_TBD = torch.zeros_like(hidden_TBD)

@@ -1,6 +1,5 @@
 """Pieces that mixers share: norms, the fused input projection, the short convolution."""
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,10 +19,17 @@ from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
-from mixtron.kernels.norms import add_rms_norm, rms_norm
+from mixtron.kernels.factor import Factor
+from mixtron.kernels.norms import (
+    add_rms_norm,
+    add_rms_norm_factor,
+    by_token,
+    gated_norm_factor,
+    rms_norm,
+)
 from mixtron.kernels.short_convolution import short_convolution_parts
 from mixtron.kernels.split import split, viewed
-from mixtron.kernels.swiglu import swiglu
+from mixtron.kernels.swiglu import swiglu, swiglu_factor
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.context_parallel import rows_before
 from mixtron.megatron_ext.layer_graphs import LayerGraphs
@@ -51,11 +57,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = _of_channels(config, hidden_size, 1.0)
 
-    def forward(self, hidden: Tensor, added: Tensor | None = None) -> Any:
-        """With something to add: (hidden + added, its norm), in one kernel."""
-        if added is not None:
-            return add_rms_norm(hidden, added, self.weight, self.eps)
+    def forward(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self.weight, self.eps)
+
+
+class ResidualNorm(RMSNorm):
+    """Of the residual stream, to which a branch's output may be added in the same kernel."""
+
+    def forward(self, hidden: Tensor, added: Tensor | None = None, *, factor: bool = False) -> Any:  # type: ignore[override]
+        """(hidden + added, its norm); or its norm as a factor, beside which is the sum."""
+        compute = add_rms_norm_factor if factor else add_rms_norm
+        return compute(hidden, added, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -71,13 +83,40 @@ class LayerNorm(nn.Module):
         return F.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-def gated_norm(o_BTJV: Tensor, weight_V: Tensor, eps: float, gate_TBE: Tensor) -> Tensor:
-    """RMSNorm of each value head times SiLU(gate), [T, B, J V]."""
+def gated_norm(
+    o_BTJV: Tensor, weight_V: Tensor, eps: float, gate_TBE: Tensor, *, factor: bool = False
+) -> Any:
+    """RMSNorm of each value head times SiLU(gate), [T, B, J V]; or a product's factor of it."""
     heads = o_BTJV.shape[2:]
     gate_BTJV, place = viewed(gate_TBE, lambda x: x.transpose(0, 1).unflatten(-1, heads))
-    o_BTJV = rms_norm(o_BTJV, weight_V, eps, gate=gate_BTJV, gate_place=place)
-    # Through reshape for its strides: products of a transposed view go token by token.
-    return o_BTJV.flatten(2).transpose(0, 1).reshape(gate_TBE.shape)
+    if factor:
+        return gated_norm_factor(o_BTJV, weight_V, gate_BTJV, eps, gate_place=place)
+    return by_token(rms_norm(o_BTJV, weight_V, eps, gate=gate_BTJV, gate_place=place))
+
+
+class Column(ColumnParallelLinear):
+    """Megatron's, which also takes a factor where it is not split."""
+
+    def forward(self, input_: Any, *options, **more):  # type: ignore[override]
+        if isinstance(input_, Factor):
+            return _product(self, input_)
+        return super().forward(input_, *options, **more)
+
+
+class Row(RowParallelLinear):
+    """Megatron's, which also takes a factor where it is not split."""
+
+    def forward(self, input_: Any):
+        return _product(self, input_) if isinstance(input_, Factor) else super().forward(input_)
+
+
+def _product(linear: Any, factor: Factor) -> tuple[Tensor, Tensor | None]:
+    """What Megatron's layers give: the output, and the bias if others add it."""
+    assert linear.tp_group.size() == 1
+    output = factor.times(linear.weight, adds=linear.gradient_accumulation_fusion)
+    if linear.skip_bias_add or linear.bias is None:
+        return output, linear.bias
+    return output + linear.bias, None
 
 
 def _of_channels(config: TransformerConfig, hidden_size: int, start: float) -> nn.Parameter:
@@ -104,22 +143,27 @@ class ResidualLayer(TransformerLayer):
         return self.compute(hidden_states, packed_seq_params), None
 
     def compute(self, hidden_TBD: Tensor, batch: Batch) -> Tensor:
-        normed = apply_module(self.input_layernorm)(hidden_TBD)
-        with self._normed_again(self.input_layernorm, hidden_TBD, normed):
-            mixed, bias = self.self_attention(normed, packed_seq_params=batch)
+        mixer = partial(self.self_attention, packed_seq_params=batch)
+        hidden_TBD, (mixed, bias) = self._branch(self.input_layernorm, mixer, hidden_TBD)
         if bias is not None:
             mixed = mixed + bias
-        norm: Any = self.pre_mlp_layernorm
-        added, normed = norm(mixed, hidden_TBD)
-        with self._normed_again(self.pre_mlp_layernorm, added, normed):
-            fed = apply_module(self.mlp)(normed)
+        mlp = apply_module(self.mlp)
+        added, fed = self._branch(self.pre_mlp_layernorm, mlp, mixed, hidden_TBD)
         options = (self.training, self.config.bias_dropout_fusion)
         return self.mlp_bda(*options)(fed, added, self.hidden_dropout)
 
-    def _normed_again(self, norm: Any, hidden: Tensor, normed: Tensor):
+    def _branch(self, norm: Any, branch: Any, hidden: Tensor, added: Tensor | None = None) -> tuple:
+        """hidden + added, and what the branch makes of its norm."""
         if "norm" not in self.config.recomputed:  # type: ignore[attr-defined]
-            return nullcontext()
-        return computed_again(lambda: (norm(hidden),), (normed,))
+            total, normed = norm(hidden, added)
+            return total, branch(normed)
+        if self.config.tensor_model_parallel_size == 1:
+            factor = norm(hidden, added, factor=True)
+            output = branch(factor)
+            return factor.beside[0], output
+        total, normed = norm(hidden, added)
+        with computed_again(lambda: (norm(total)[1],), (normed,)):
+            return total, branch(normed)
 
 
 class SwiGLUMLP(MLP):
@@ -129,9 +173,11 @@ class SwiGLUMLP(MLP):
         joined_TBF, bias = apply_module(self.linear_fc1)(hidden_TBD)
         if bias is not None:
             joined_TBF = joined_TBF + bias
-        active_TBF = swiglu(joined_TBF)
         if "mlp_act" not in self.config.recomputed:  # type: ignore[attr-defined]
-            return apply_module(self.linear_fc2)(active_TBF)
+            return apply_module(self.linear_fc2)(swiglu(joined_TBF))
+        if self.config.tensor_model_parallel_size == 1:
+            return apply_module(self.linear_fc2)(swiglu_factor(joined_TBF))  # type: ignore[arg-type]
+        active_TBF = swiglu(joined_TBF)
         with computed_again(lambda: (swiglu(joined_TBF),), (active_TBF,)):
             return apply_module(self.linear_fc2)(active_TBF)
 
@@ -196,7 +242,7 @@ class ShardedModule(MegatronModule):
         return result
 
 
-class FusedColumnParallel(ColumnParallelLinear):
+class FusedColumnParallel(Column):
     """One projection for all of a mixer's inputs; each tensor-parallel rank holds a slice of each.
 
     One matrix, so that the sequence is gathered once; one checkpoint key a component, so that the
@@ -283,7 +329,7 @@ def _drawn_later(weight: Tensor) -> None:
     """Megatron asks for a way to fill a weight; ours are drawn once the model stands."""
 
 
-class OutputProjection(RowParallelLinear):
+class OutputProjection(Row):
     """Back into the residual stream; scatters the sequence under SP."""
 
     def __init__(self, config: TransformerConfig, input_size: int, tp_group, *, bias: bool = False):

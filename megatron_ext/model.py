@@ -28,10 +28,13 @@ from torch import Tensor, nn
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.config import ModelConfig, ParallelConfig
 from mixtron.megatron_ext.layers import (
+    Column,
     LayerNorm,
     ParallelResidualLayer,
     ResidualLayer,
+    ResidualNorm,
     RMSNorm,
+    Row,
     SwiGLUMLP,
 )
 from mixtron.megatron_ext.mixers import mixer_module
@@ -149,6 +152,8 @@ def build_model(
             layers: Any = chunk.decoder.layers
             for layer in layers:
                 layer.mlp.__class__ = SwiGLUMLP
+                layer.mlp.linear_fc1.__class__ = Column
+                layer.mlp.linear_fc2.__class__ = Row
         if chunk.post_process:
             chunk.output_layer.__class__ = OutputLayer  # type: ignore[assignment]
         _declare_library_parameters(chunk, model)
@@ -175,16 +180,17 @@ def _layer_specs(
     for name in model.layer_mixers[first : first + count]:
         mixer = mixers[name]
         spec: Any = copy.deepcopy(base)
+        norm = NORMS[model.norm]
         if model.parallel_residual:
             spec.module = ParallelResidualLayer
         elif model.norm == "rmsnorm" and model.dropout == 0:
-            spec.module = ResidualLayer
+            spec.module, norm = ResidualLayer, ResidualNorm
         spec.submodules.self_attention = ModuleSpec(
             module=mixer_module(mixer.type),
             params={"mixer": mixer},
         )
-        spec.submodules.input_layernorm = NORMS[model.norm]
-        spec.submodules.pre_mlp_layernorm = NORMS[model.norm]
+        spec.submodules.input_layernorm = norm
+        spec.submodules.pre_mlp_layernorm = norm
         # The library renames its norms for Transformer Engine's sake; ours keep their names.
         spec.submodules.sharded_state_dict_keys_map = {}
         specs.append(spec)
@@ -269,12 +275,14 @@ def forward(
     tokens_BT: Tensor,
     batch: Batch,
     labels_BT: Tensor | None = None,
+    mask_BT: Tensor | None = None,
 ) -> Tensor:
     """Runs one model chunk on this rank's tokens [1, T/cp].
 
     Returns:
-        On the last pipeline stage: per-token cross-entropy [1, T/cp] fp32 with labels, else logits
-        [1, T/cp, V] fp32 over the true vocabulary. On other stages: hidden states.
+        On the last pipeline stage: with labels, the cross-entropy summed over the tokens where the
+        mask is True, 0-dimensional in fp32; else logits [1, T/cp, V] fp32 over the true vocabulary.
+        On other stages: hidden states.
     """
 
     def head(*, hidden_states, output_layer, output_weight, **_):
@@ -283,6 +291,7 @@ def forward(
                 hidden_states,
                 weight=output_weight,
                 labels_BT=labels_BT,
+                mask_BT=mask_BT,
                 vocab_size=model.vocab_size,
             )
         logits_TBV, _ = output_layer(hidden_states, weight=output_weight)

@@ -19,6 +19,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from torch import Tensor
 
 from mixtron.megatron_ext.config import OptimizerConfig, ParallelConfig
+from mixtron.megatron_ext.host_copy import HostCopy
 from mixtron.megatron_ext.parallel import Ranks
 from mixtron.megatron_ext.weight_gradients import add_in_products
 
@@ -27,7 +28,9 @@ def wrap_model(
     chunks: list, parallel: ParallelConfig, ranks: Ranks
 ) -> list[DistributedDataParallel]:
     """Puts each chunk's gradients into contiguous fp32 buffers that are reduced over data ranks."""
-    overlap = parallel.overlap and ranks.device.type == "cuda"
+    # A rank alone has nothing to send, and calls that send nothing keep the GPU waiting.
+    several = ranks.groups.dp_cp.size() > 1
+    overlap = parallel.overlap and ranks.device.type == "cuda" and several
     wrapped = []
     for i, chunk in enumerate(chunks):
         config = DistributedDataParallelConfig(
@@ -48,7 +51,7 @@ def wrap_model(
             )
         )
         wrapped[-1].broadcast_params()
-        if not chunk.config.recomputed:
+        if parallel.tensor == 1 or not chunk.config.recomputed:
             add_in_products(chunk)
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
@@ -96,8 +99,9 @@ def clip_and_step(
 ) -> tuple[float, bool]:
     """Clips to the global norm and applies AdamW, unless the norm or the loss is not finite.
 
-    Everything is launched before the host waits for the norm: the kernel that updates the
-    parameters reads from the device what to divide by, and whether to do anything.
+    Everything is launched before the host waits for the norm, and for that alone: the kernel that
+    updates the parameters reads from the device what to divide by, and whether to do anything.
+    While it does the host begins the next step.
 
     Args:
         loss: 0-dimensional, on the device, equal on every rank.
@@ -112,8 +116,9 @@ def clip_and_step(
         if not part.is_stub_optimizer:
             part.optimizer.grad_scale = divisor
             part.optimizer.found_inf = 1 - finite.float()
+    found = HostCopy(torch.stack([norm, finite.float()]))
     optimizer.step_with_ready_grads()
-    value, applied = torch.stack([norm, finite.float()]).tolist()
+    value, applied = found.tolist()
     return value, bool(applied)
 
 

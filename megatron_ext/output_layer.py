@@ -22,9 +22,16 @@ class OutputLayer(ColumnParallelLinear):
     """
 
     def forward(  # type: ignore[override]
-        self, hidden_TBD: Tensor, weight=None, labels_BT=None, vocab_size: int = 0, **options
+        self,
+        hidden_TBD: Tensor,
+        weight=None,
+        labels_BT=None,
+        mask_BT: Any = None,
+        vocab_size: int = 0,
+        **options,
     ):
-        """With labels [1, T]: the cross-entropy of every token [1, T] fp32; else as Megatron's."""
+        """With labels and mask [1, T]: the cross-entropy summed over tokens where the mask is True,
+        0-dimensional in fp32; else as Megatron's."""
         if labels_BT is None:
             return super().forward(hidden_TBD, weight=weight, **options)
         weight_VD = self.weight if weight is None else weight
@@ -37,14 +44,14 @@ class OutputLayer(ColumnParallelLinear):
             hidden_TBD = copy_to_tensor_model_parallel_region(hidden_TBD, group=self.tp_group)
         group: Any = self.tp_group
         rank, entries = group.rank(), weight_VD.shape[0]
-        loss_T = linear_cross_entropy(
+        return linear_cross_entropy(
             hidden_TBD.squeeze(1),
             weight_VD,
             labels_BT[0] - rank * entries,
+            mask_BT[0],
             used=used_entries(entries, vocab_size, rank),
             combine=self._combine if group.size() > 1 else None,
         )
-        return loss_T[None]
 
     def _combine(self, lse_T: Tensor, label_logit_T: Tensor) -> tuple[Tensor, Tensor]:
         """The vocabulary's statistics from those of its slices."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-Part = Literal["norm", "conv", "mlp_act"]
+Part = Literal["norm", "conv", "gate", "mlp_act"]
 
 
 @contextmanager

@@ -5,13 +5,15 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from mixtron.megatron_ext.host_copy import HostCopy
+
 
 class Scalars:
     """Means by name over everything that layers add in a step; of one rank until `means`."""
 
     def __init__(self):
         self._totals: dict[tuple[str, ...], tuple[Tensor, Tensor | int]] = {}
-        self._reduced: Tensor | None = None
+        self._reduced: HostCopy | None = None
 
     def add(self, names: tuple[str, ...], sums: Tensor, counts: Tensor | int) -> None:
         """Adds to each named mean: the sum over some items, and how many they are, [names] each.
@@ -44,9 +46,10 @@ class Scalars:
         """Launches the sums over ranks, before the step waits for the device. All ranks call it."""
         if self._totals:
             sums = torch.cat([sums for sums, _ in self._totals.values()])
-            self._reduced = torch.stack([sums, self._counts()])
-            dist.all_reduce(self._reduced, group=groups.tp)
-            dist.all_reduce(self._reduced, group=groups.dp_cp)
+            reduced = torch.stack([sums, self._counts()])
+            dist.all_reduce(reduced, group=groups.tp)
+            dist.all_reduce(reduced, group=groups.dp_cp)
+            self._reduced = HostCopy(reduced)
 
     def means(self, groups: ProcessGroupCollection) -> dict[str, float]:
         """Over all ranks, and known to all; names without items are left out. All ranks call it,

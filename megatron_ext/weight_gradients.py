@@ -23,7 +23,7 @@ class _Products:
 def add_in_products(chunk: nn.Module) -> None:
     """For the linear layers of a model whose parameters have fp32 buffers (`main_grad`).
 
-    Not beside hooks on saved tensors, as `recompute.py` has them: the weight that backward finds
+    Not within hooks on saved tensors, as `recompute.py` has them: the weight that backward finds
     is then another object than the parameter, and Megatron would not know of its gradient.
     """
     library.fused_weight_gradient_mlp_cuda = _Products  # type: ignore[attr-defined]

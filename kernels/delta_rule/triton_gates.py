@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mixtron.kernels.launching import Launched
+from mixtron.kernels.split import place_of
 
 BLOCK_TOKENS = 128
 
@@ -24,12 +25,14 @@ def gates_triton(decay_TBJ: Tensor, step_TBJ: Tensor, rate_J: Tensor, bias_J: Te
             f"decay {list(decay_TBJ.shape)} and step {list(step_TBJ.shape)}: the triton form takes "
             "two of one shape [T, 1, J]"
         )
-    return _Gates.apply(decay_TBJ.squeeze(1), step_TBJ.squeeze(1), rate_J, bias_J)  # type: ignore[return-value]
+    places = place_of(decay_TBJ), place_of(step_TBJ)
+    return _Gates.apply(decay_TBJ.squeeze(1), step_TBJ.squeeze(1), rate_J, bias_J, places)  # type: ignore[return-value]
 
 
 class _Gates(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, decay_TJ, step_TJ, rate_J, bias_J):
+    def forward(ctx, decay_TJ, step_TJ, rate_J, bias_J, places):
+        ctx.places = places
         decay_TJ, step_TJ = _dense_rows(decay_TJ), _dense_rows(step_TJ)
         ctx.save_for_backward(decay_TJ, step_TJ, rate_J, bias_J)
         T, J = decay_TJ.shape
@@ -56,7 +59,10 @@ class _Gates(torch.autograd.Function):
     def backward(ctx, dlog_decay_BTJ, deta_BTJ):  # type: ignore[override]
         decay_TJ, step_TJ, rate_J, bias_J = ctx.saved_tensors
         T, J = decay_TJ.shape
-        ddecay_TJ, dstep_TJ = decay_TJ.new_empty(2, T, J)
+        ddecay_TJ, dstep_TJ = (
+            decay_TJ.new_empty(T, J) if place is None else place().squeeze(1)
+            for place in ctx.places
+        )
         programs = triton.cdiv(T, BLOCK_TOKENS)
         partial_P2J = rate_J.new_empty(programs, 2, J)
         launch_backward(
@@ -73,13 +79,15 @@ class _Gates(torch.autograd.Function):
             T,
             decay_TJ.stride(0),
             step_TJ.stride(0),
+            ddecay_TJ.stride(0),
+            dstep_TJ.stride(0),
             J=J,
             BLOCK_J=triton.next_power_of_2(J),
             BLOCK_T=BLOCK_TOKENS,
             num_warps=4,
         )
         drate_J, dbias_J = partial_P2J.sum(0)
-        return ddecay_TJ, dstep_TJ, drate_J, dbias_J
+        return ddecay_TJ, dstep_TJ, drate_J, dbias_J, None
 
 
 def _dense_rows(x_TJ: Tensor) -> Tensor:
@@ -138,6 +146,8 @@ def gates_backward_kernel(
     T,
     decay_row,
     step_row,
+    ddecay_row,
+    dstep_row,
     J: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -156,9 +166,11 @@ def gates_backward_kernel(
     x_TJ, factor_1J = a_TJ.to(tl.float32) + b_J[None, :], -tl.exp(r_J)[None, :]
     da_TJ = dg_TJ * factor_1J * tl.sigmoid(x_TJ)
     eta_TJ = tl.sigmoid(s_TJ.to(tl.float32))
-    tl.store(ddecay + out, da_TJ.to(ddecay.dtype.element_ty), inside_TJ)
+    own = ddecay + row_T[:, None] * ddecay_row + head_J[None, :]
+    tl.store(own, da_TJ.to(ddecay.dtype.element_ty), inside_TJ)
     ds_TJ = deta_TJ * eta_TJ * (1 - eta_TJ)
-    tl.store(dstep + out, ds_TJ.to(dstep.dtype.element_ty), inside_TJ)
+    own = dstep + row_T[:, None] * dstep_row + head_J[None, :]
+    tl.store(own, ds_TJ.to(dstep.dtype.element_ty), inside_TJ)
     own = partial + tl.program_id(0) * 2 * J + head_J
     tl.store(own, tl.sum(dg_TJ * factor_1J * _softplus(x_TJ), 0), head_J < J)
     tl.store(own + J, tl.sum(da_TJ, 0), head_J < J)

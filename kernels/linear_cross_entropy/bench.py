@@ -14,18 +14,19 @@ def main() -> None:
     weight_VD = torch.randn(VOCABULARY, WIDTH, device="cuda", dtype=torch.bfloat16)
     weight_VD = (0.02 * weight_VD).requires_grad_()
     label_T = torch.randint(0, VOCABULARY, (TOKENS,), device="cuda")
+    share_T = torch.ones(TOKENS, device="cuda")
     inputs, rows = (hidden_TD, weight_VD), []
 
     def plain():
         logits_TV = (hidden_TD @ weight_VD.t()).float()
-        return F.cross_entropy(logits_TV, label_T, reduction="none")
+        return F.cross_entropy(logits_TV, label_T, reduction="sum")
 
     rows.append(("torch, all logits in fp32", *forward_and_backward(plain, inputs)))
     for chunk_tokens in (1024, 2048, 4096, 8192, 32768):
 
         def chunked(chunk_tokens=chunk_tokens):
             return linear_cross_entropy(
-                *inputs, label_T, used=VOCABULARY, chunk_tokens=chunk_tokens
+                *inputs, label_T, share_T, used=VOCABULARY, chunk_tokens=chunk_tokens
             )
 
         rows.append((f"{chunk_tokens} tokens at a time", *forward_and_backward(chunked, inputs)))

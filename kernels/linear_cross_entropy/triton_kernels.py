@@ -9,11 +9,23 @@ LOWEST = tl.constexpr(-1e30)
 
 @triton.jit
 def statistics_kernel(
-    logits_CV, label_C, lse_C, label_logit_C, used, V: tl.constexpr, BLOCK_V: tl.constexpr
+    logits_CV,
+    label_C,
+    share_C,
+    lse_C,
+    label_logit_C,
+    used,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    GRADIENT: tl.constexpr,
 ):
+    """With GRADIENT then what `gradient_kernel` does, which finds the row in the cache."""
     row = tl.program_id(0).to(tl.int64)
     column_V = tl.arange(0, BLOCK_V)
     logits = logits_CV + row * V
+    label = tl.load(label_C + row)
+    here = (label >= 0) & (label < used)
+    tl.store(label_logit_C + row, tl.load(logits + label, here, 0.0).to(tl.float32))
     top_V = tl.full([BLOCK_V], LOWEST, tl.float32)
     sum_V = tl.zeros([BLOCK_V], tl.float32)
     for first in range(0, used, BLOCK_V):
@@ -23,23 +35,26 @@ def statistics_kernel(
         top_V = new_V
     top = tl.max(top_V, 0)
     lse = top + tl.log(tl.sum(sum_V * tl.exp(top_V - top), 0))
-    label = tl.load(label_C + row)
-    here = (label >= 0) & (label < used)
     tl.store(lse_C + row, lse)
-    tl.store(label_logit_C + row, tl.load(logits + label, here, 0.0).to(tl.float32))
+    if GRADIENT:
+        _gradient(logits, label, lse, tl.load(share_C + row), used, V, BLOCK_V)
 
 
 @triton.jit
 def gradient_kernel(
-    logits_CV, label_C, lse_C, dloss_C, used, V: tl.constexpr, BLOCK_V: tl.constexpr
+    logits_CV, label_C, lse_C, share_C, used, V: tl.constexpr, BLOCK_V: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    column_V = tl.arange(0, BLOCK_V)
-    logits = logits_CV + row * V
-    label, lse, dloss = tl.load(label_C + row), tl.load(lse_C + row), tl.load(dloss_C + row)
+    label, lse, share = tl.load(label_C + row), tl.load(lse_C + row), tl.load(share_C + row)
+    _gradient(logits_CV + row * V, label, lse, share, used, V, BLOCK_V)
+
+
+@triton.jit
+def _gradient(logits, label, lse, share, used, V: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Of one row, in its place."""
     for first in range(0, V, BLOCK_V):
-        v_V = first + column_V
+        v_V = first + tl.arange(0, BLOCK_V)
         x_V = tl.load(logits + v_V, v_V < used, LOWEST).to(tl.float32)
-        gradient_V = (tl.exp(x_V - lse) - tl.where(v_V == label, 1.0, 0.0)) * dloss
+        gradient_V = (tl.exp(x_V - lse) - tl.where(v_V == label, 1.0, 0.0)) * share
         gradient_V = tl.where(v_V < used, gradient_V, 0.0)
-        tl.store(logits + v_V, gradient_V.to(logits_CV.dtype.element_ty), v_V < V)
+        tl.store(logits + v_V, gradient_V.to(logits.dtype.element_ty), v_V < V)

@@ -41,25 +41,36 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor, added: Tensor, weight_N: Tensor, eps: float, *, backend: Form | None = None
+    x: Tensor, added: Tensor | None, weight_N: Tensor, eps: float, *, backend: Form | None = None
 ) -> tuple[Tensor, Tensor]:
     """(x + added, `rms_norm` of it), both in x's dtype: a residual stream and what a layer reads.
+
+    With nothing to add, x itself: Triton's backward adds both gradients of x in the norm's pass.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or a dtype that the form cannot take.
     """
-    if added.shape != x.shape or added.dtype != x.dtype or weight_N.shape != x.shape[-1:]:
-        shapes = [(list(t.shape), t.dtype) for t in (x, added, weight_N)]
+    fits = added is None or (added.shape == x.shape and added.dtype == x.dtype)
+    if not fits or weight_N.shape != x.shape[-1:]:
+        shapes = [(list(t.shape), t.dtype) for t in (x, added, weight_N) if t is not None]
         raise ValueError(f"x, what is added and the weight do not fit: {shapes}")
     if form_for(x, backend) == "triton":
         return add_norm_triton(x, added, weight_N, eps)
-    total = x + added
+    total = x if added is None else x + added
     return total, F.rms_norm(total, weight_N.shape, weight_N, eps)
 
 
-def unit_norm(x: Tensor, eps: float = 1e-12, *, backend: Form | None = None) -> Tensor:
-    """x / max(|x|, eps) over the last dimension, fp32 inside. Arguments as of `rms_norm`."""
+def unit_norm(
+    x: Tensor,
+    eps: float = 1e-12,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: Form | None = None,
+) -> Tensor:
+    """x / max(|x|, eps) over the last dimension, fp32 inside, in `dtype` (None: x's). Other
+    arguments as of `rms_norm`."""
+    dtype = dtype or x.dtype
     if form_for(x, backend) == "triton":
-        return norm_triton(x, None, None, eps, "unit")
+        return norm_triton(x, None, None, eps, "unit", dtype=dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return F.normalize(x.to(wide), dim=-1, eps=eps).to(x.dtype)
+    return F.normalize(x.to(wide), dim=-1, eps=eps).to(dtype)

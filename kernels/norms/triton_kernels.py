@@ -10,6 +10,8 @@ Backward computes r again from x. With n = dy w s(z):
 
 With something to add, x is x + added, rounded to its dtype and written to `total`; backward adds
 the gradient that reaches `total` from elsewhere to dx, which is that of both terms.
+
+Backward writes y again if it is asked to, by forward's operations in their order; dy may lie there.
 """
 
 import triton
@@ -86,6 +88,7 @@ def backward_kernel(
     dtotal,
     dx,
     dgate,
+    y,
     partial_PN,
     rows,
     strip,
@@ -106,6 +109,7 @@ def backward_kernel(
     WEIGHTED: tl.constexpr,
     GATED: tl.constexpr,
     ADDED: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     """`strip` rows; their part of the weight's gradient into the program's row of partial_PN."""
     column_N = tl.arange(0, BLOCK_N)
@@ -124,10 +128,17 @@ def backward_kernel(
         r_R = _inverse_norm(x_RN, eps, N, KIND)
         unit_RN = x_RN * r_R[:, None]
         out = row_R.to(tl.int64)[:, None] * N + column_N[None, :]
+        y_RN = unit_RN
+        if WEIGHTED:
+            y_RN = y_RN * w_N[None, :]
         if GATED:
             pointers = gate + _base(row_R, gate_group, gate_row, J)[:, None] + column_N[None, :]
             z_RN = tl.load(pointers, inside_RN, 0.0).to(tl.float32)
             sigmoid_RN = tl.sigmoid(z_RN)
+            y_RN = y_RN * z_RN * sigmoid_RN
+        if AGAIN:
+            tl.store(y + out, y_RN.to(y.dtype.element_ty), inside_RN)
+        if GATED:
             slope_RN = sigmoid_RN * (1 + z_RN * (1 - sigmoid_RN))
             dz_RN = dy_RN * unit_RN * w_N[None, :] * slope_RN
             own = _base(row_R, dgate_group, dgate_row, J)[:, None] + column_N[None, :]

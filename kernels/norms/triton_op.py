@@ -27,14 +27,20 @@ def norm_triton(
     eps: float,
     kind: str,
     gate_place: Place | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`rms_norm` (kind rms) or `unit_norm` (kind unit). Raises ValueError for too wide rows."""
+    """`rms_norm` (kind rms) or `unit_norm` (kind unit), in `dtype` (None: x's).
+
+    Raises:
+        ValueError: too wide rows.
+    """
     if x.shape[-1] > MAX_WIDTH:
         raise ValueError(f"x {list(x.shape)}: the triton form takes rows up to {MAX_WIDTH} wide")
-    return _Norm.apply(x, weight_N, gate, eps, kind, gate_place)  # type: ignore[return-value]
+    options = eps, kind, gate_place, dtype
+    return _Norm.apply(x, weight_N, gate, *options)  # type: ignore[return-value]
 
 
-def add_norm_triton(x: Tensor, added: Tensor, weight_N: Tensor, eps: float) -> tuple:
+def add_norm_triton(x: Tensor, added: Tensor | None, weight_N: Tensor, eps: float) -> tuple:
     """`add_rms_norm`. Raises ValueError for too wide rows."""
     if x.shape[-1] > MAX_WIDTH:
         raise ValueError(f"x {list(x.shape)}: the triton form takes rows up to {MAX_WIDTH} wide")
@@ -43,10 +49,10 @@ def add_norm_triton(x: Tensor, added: Tensor, weight_N: Tensor, eps: float) -> t
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight_N, gate, eps, kind, gate_place):
+    def forward(ctx, x, weight_N, gate, eps, kind, gate_place, dtype):
         ctx.save_for_backward(x, weight_N, gate)
         ctx.eps, ctx.kind, ctx.gate_place = eps, kind, gate_place
-        return normalise(x, weight_N, gate, eps, kind)
+        return normalise(x, weight_N, gate, eps, kind, dtype=dtype)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
@@ -55,16 +61,15 @@ class _Norm(torch.autograd.Function):
         if ctx.gate_place is not None:
             dgate = ctx.gate_place()
         found = gradients(x, weight_N, gate, dy, ctx.eps, ctx.kind, dgate=dgate)
-        return *found, dgate, None, None, None
+        return *found, dgate, None, None, None, None
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, added, weight_N, eps):
-        total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        y = normalise(x, weight_N, None, eps, "rms", added.contiguous(), total)
+        total, y = add_and_normalise(x, added, weight_N, eps)
         ctx.save_for_backward(total, weight_N)
-        ctx.eps = eps
+        ctx.eps, ctx.adds = eps, added is not None
         return total, y
 
     @staticmethod
@@ -72,12 +77,22 @@ class _AddNorm(torch.autograd.Function):
         total, weight_N = ctx.saved_tensors
         dtotal = dtotal.contiguous()
         dx, dweight_N = gradients(total, weight_N, None, dy, ctx.eps, "rms", dtotal)
-        return dx, dx, dweight_N, None
+        return dx, dx if ctx.adds else None, dweight_N, None
 
 
-def normalise(x, weight_N, gate, eps: float, kind: str, added=None, total=None) -> Tensor:
+def add_and_normalise(x, added, weight_N, eps: float) -> tuple[Tensor, Tensor]:
+    """x + added and its norm; x itself, as a view, with nothing to add."""
+    if added is None:
+        return x.view_as(x), normalise(x, weight_N, None, eps, "rms")
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return total, normalise(x, weight_N, None, eps, "rms", added.contiguous(), total)
+
+
+def normalise(
+    x, weight_N, gate, eps: float, kind: str, added=None, total=None, dtype=None
+) -> Tensor:
     """y; fills `total` where something is added."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     if y.numel() == 0:
         return y
     x_RJN, gate_RJN = _rows(x), _rows(gate)
@@ -101,8 +116,11 @@ def normalise(x, weight_N, gate, eps: float, kind: str, added=None, total=None) 
     return y
 
 
-def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=None) -> tuple:
-    """Of x and the weight (None without); fills `dgate` where there is a gate."""
+def gradients(
+    x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=None, y=None
+) -> tuple:
+    """Of x and the weight (None without); fills `dgate` where there is a gate, and `y`, dense and
+    perhaps dy itself, with the output again if it is given."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x_RJN, gate_RJN, dy_RJN = _rows(x), _rows(gate), _rows(dy)
     shape = _shape(x_RJN, gate_RJN, weight_N, kind, dtotal)
@@ -123,6 +141,7 @@ def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=N
             dtotal,
             dx,
             dgate,
+            y,
             partial_PN,
             rows,
             strip,
@@ -132,6 +151,7 @@ def gradients(x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=N
             *_strides(dy_RJN),
             eps,
             **shape,
+            AGAIN=y is not None,
             num_warps=_warps(shape, few=2),
         )
     dweight_N = None

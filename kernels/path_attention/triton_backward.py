@@ -1,6 +1,6 @@
 """Attention's backward on a GPU, without atomics: a kernel that owns tiles of keys and walks over
 queries, and one that owns tiles of queries and walks over keys (triton_query_backward.py). Tiles,
-spans and versions of queries are those of triton_forward.py.
+nodes and versions are those of triton_forward.py.
 
     p = exp(logit - lse),   ds = p (do . v - delta),   delta = rowsum(do o)
     dv = p^T do,   dk = ds^T q,   dq = ds k
@@ -16,8 +16,13 @@ import triton
 import triton.language as tl
 
 from mixtron.kernels.path_attention.triton_forward import LOG2_E, VARYING
-from mixtron.kernels.path_attention.triton_maps import far_row, near_row
-from mixtron.kernels.path_attention.triton_tiles import longest_first
+from mixtron.kernels.path_attention.triton_tiles import longest_first, lower
+from mixtron.kernels.path_attention.triton_tree import (
+    key_version,
+    last_tile,
+    query_version,
+    versions_at,
+)
 from mixtron.kernels.triton_tools import tile
 
 
@@ -47,30 +52,30 @@ def delta_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def key_kernel(
     q,
-    q_near,
-    q_far,
     k,
-    k_far,
     v_BTGV,
     logits,
     gates,
     totals,
     start_S,
     end_S,
-    to_end,
+    maps,
     do_BTHV,
     lse_BHS,
     delta_BHS,
     less_BHS,
     dk,
-    dk_far,
+    dk_versions,
     dv_BTGV,
-    columns_3BHS,
+    columns_PBHS,
     scale,
     T,
     S,
-    span_tiles,
-    lags,
+    tiles,
+    levels,
+    reach,
+    versions,
+    nodes,
     plane,
     heads,
     H,
@@ -86,9 +91,11 @@ def key_kernel(
     STAGES: tl.constexpr,
 ):
     """A tile of C keys of one key/value head, over all query heads that read it: the gradients of
-    keys and values, and with a gate the sums of ds over each key's column (with maps in three
-    parts, of which that inside the tile is the other kernel's). With maps also dk_far alone, which
-    went to dk over the map to the span's right edge."""
+    keys and values, and with a gate the sums of ds over each key's column.
+
+    With maps these come in parts, one for each level (and one inside the tile, from the other
+    kernel). The gradient is that of the keys at their tile's right edge, and in place of each
+    version's own gradient stands that of the next one, k' = k P^T: dk = own + dk' P."""
     a, bg = longest_first()
     G, groups = H // R, heads // R
     b, g = bg // G, bg % G
@@ -109,41 +116,52 @@ def key_kernel(
         end = tl.cdiv(end, BLOCK) * BLOCK
     dk_CK = tl.zeros([C, K], tl.float32)
     dv_CV = tl.zeros([C, V], tl.float32)
-    near_end = end
     if MAPS:
-        near_end = (a // span_tiles + 1) * span_tiles * C
-        k_CK = tl.load(tile(k_far, bg * S + a * C, K, row_C, key_K)).to(PRODUCT)
-        span = a // span_tiles
-        for r in range(R):
-            h = g * R + r
-            bh = b * H + h
-            do = do_BTHV + b * T * heads * V + h * V
-            total = less_BHS
-            after_C = tl.zeros([C], tl.float32)
-            between = tl.full([], 0.0, tl.float32)
-            if GATE:
-                after_C = tl.load(gates + plane + bh * S + u_C)
-                total = totals + bh * (S // BLOCK)
-                between = block_sum(total, (a + 1) * (C // BLOCK), near_end // BLOCK).to(tl.float32)
-            queries = q_far + far_row(bh, (span + 1) * span_tiles, span, S, span_tiles, lags, C) * K
-            dk_CK, dv_CV, column_C = _walk_queries(
-                dk_CK, dv_CV, tl.zeros([C], tl.float32), between, k_CK, v_CV, after_C, u_C, queries,
-                do, less_BHS + bh * S, delta_BHS + bh * S, total, start_S, own_end, near_end,
-                tl.minimum(near_end + lags * span_tiles * C, end), T, 1.0 * LOG2_E,
-                K, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-            )  # fmt: skip
-            if GATE:
-                tl.store(columns_3BHS + plane + bh * S + u_C, column_C)
-        dk_tile = tile(dk_far, bg * S + a * C, K, row_C, key_K)
-        tl.store(dk_tile, dk_CK.to(dk_far.dtype.element_ty))
-        behind_KK = tl.load(tile(to_end, (bg * (S // C) + a) * K, K, key_K, key_K)).to(PRODUCT)
-        dk_CK = tl.dot(dk_CK.to(PRODUCT), behind_KK)
-        k_CK = tl.load(tile(k, bg * S + a * C, K, row_C, key_K)).to(PRODUCT)
-        q_row = K
+        last = last_tile(end_S, a, tiles, C, DOCUMENTS)
+        own, map_row = versions, nodes
+        for i in range(levels):
+            level = levels - 1 - i
+            own -= versions_at(level, tiles, reach)
+            map_row -= tiles >> level
+            edge = ((a >> level) + 1) << level
+            behind = edge + (1 << level)
+            if ((a >> level) % 2 == 0) & (edge <= last):
+                version = (bg * versions + own + key_version(a, level, reach)) * C
+                k_CK = tl.load(tile(k, version, K, row_C, key_K)).to(PRODUCT)
+                if behind <= last:
+                    dk_tile = tile(dk_versions, version, K, row_C, key_K)
+                    tl.store(dk_tile, dk_CK.to(dk_versions.dtype.element_ty))
+                    node = (bg * nodes + map_row + (a >> level) + 1) * K
+                    map_KK = tl.load(tile(maps, node, K, key_K, key_K)).to(PRODUCT)
+                    dk_CK = tl.dot(dk_CK.to(PRODUCT), map_KK)
+                for r in range(R):
+                    h = g * R + r
+                    bh = b * H + h
+                    queries = bh * versions + own + query_version(edge, level, reach)
+                    total = less_BHS
+                    after_C = tl.zeros([C], tl.float32)
+                    between = tl.full([], 0.0, tl.float32)
+                    if GATE:
+                        after_C = tl.load(gates + plane + bh * S + u_C)
+                        total = totals + bh * (S // BLOCK)
+                        between = block_sum(total, (a + 1) * (C // BLOCK), edge * (C // BLOCK))
+                        between = between.to(tl.float32)
+                    dk_CK, dv_CV, column_C = _walk_queries(
+                        dk_CK, dv_CV, tl.zeros([C], tl.float32), between, k_CK, v_CV, after_C, u_C,
+                        q + queries * C * K, do_BTHV + (b * T * heads + h) * V,
+                        less_BHS + bh * S, delta_BHS + bh * S, total, start_S, own_end,
+                        edge * C, tl.minimum(behind * C, end), T, 1.0 * LOG2_E,
+                        K, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                    )  # fmt: skip
+                    if GATE:
+                        tl.store(columns_PBHS + level * plane + bh * S + u_C, column_C)
+            elif GATE:
+                for r in range(R):
+                    columns = columns_PBHS + level * plane + (b * H + g * R + r) * S
+                    tl.store(columns + u_C, tl.zeros([C], tl.float32))
     else:
         k_tile = tile(k + g * K, b * T + a * C, groups * K, row_C, key_K)
         k_CK = tl.load(k_tile, inside_C1, 0.0).to(PRODUCT)
-        q_row = heads * K
     for r in range(R):
         h = g * R + r
         bh = b * H + h
@@ -162,7 +180,8 @@ def key_kernel(
             within_B1 = (t_B < T)[:, None]
             do_BV = tl.load(tile(do, first, heads * V, column, value_V), within_B1, 0.0).to(PRODUCT)
             if MAPS:
-                s_BC = tl.load(tile(logits, bh * S + first, C, column, row_C))
+                below_BC = lower(i * BLOCK + column, row_C, C)
+                s_BC = tl.load(tile(logits, bh * S + first, C, column, row_C), below_BC, 0.0)
                 s_CB = tl.trans(s_BC).to(tl.float32) * LOG2_E
             else:
                 q_tile = tile(q + h * K, b * T + first, heads * K, column, key_K)
@@ -182,19 +201,16 @@ def key_kernel(
                 ds_CB = p_CB * (tl.dot(v_CV, tl.trans(do_BV)) - delta_B[None, :])
                 column_C += tl.sum(ds_CB, 1)
                 dk_CK = tl.dot(ds_CB.to(PRODUCT), q_BK, dk_CK)
-        lo = (a + 1) * C
-        if MAPS:
-            queries = q_near + near_row(bh, a + 1, a % span_tiles, S, span_tiles, C) * K
-        else:
-            queries = q + h * K + (b * T + lo) * heads * K
-        dk_CK, dv_CV, column_C = _walk_queries(
-            dk_CK, dv_CV, column_C, tl.full([], 0.0, tl.float32), k_CK, v_CV, after_C, u_C, queries,
-            do, less_BHS + bh * S, delta_BHS + bh * S, total, start_S, own_end, lo,
-            tl.minimum(near_end, end), T, 1.0 * LOG2_E if MAPS else scale,
-            q_row, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-        )  # fmt: skip
-        if GATE:
-            tl.store(columns_3BHS + bh * S + u_C, column_C)
+        if not MAPS:
+            lo = (a + 1) * C
+            dk_CK, dv_CV, column_C = _walk_queries(
+                dk_CK, dv_CV, column_C, tl.full([], 0.0, tl.float32), k_CK, v_CV, after_C, u_C,
+                q + h * K + (b * T + lo) * heads * K, do, less_BHS + bh * S, delta_BHS + bh * S,
+                total, start_S, own_end, lo, end, T, scale,
+                heads * K, heads * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+            )  # fmt: skip
+            if GATE:
+                tl.store(columns_PBHS + bh * S + u_C, column_C)
 
     if MAPS:
         tl.store(tile(dk, bg * S + a * C, K, row_C, key_K), dk_CK.to(dk.dtype.element_ty))

@@ -12,33 +12,27 @@ from torch import Tensor
 
 from mixtron.kernels.launching import Launched
 from mixtron.kernels.path_attention.triton_maps import (
+    key_version_kernel,
     map_gradient_kernel,
-    pairs_before,
-    query_gradient_kernel,
-    span_gradient_kernel,
-    span_kernel,
-    version_kernel,
+    node_kernel,
+    query_version_kernel,
 )
 from mixtron.kernels.path_attention.triton_plan import Layout
 from mixtron.kernels.path_attention.triton_tile_gradients import (
-    inverse_gradient_kernel,
-    key_gradient_kernel,
-    row_gradient_kernel,
+    query_gradient_kernel,
+    tile_gradient_kernel,
 )
-from mixtron.kernels.path_attention.triton_tiles import inverse_kernel, map_kernel, solve_kernel
+from mixtron.kernels.path_attention.triton_tiles import inverse_kernel, map_kernel
 from mixtron.kernels.triton_tools import INTERPRETED
 
 launch_inverse = Launched(inverse_kernel)
-launch_solve = Launched(solve_kernel)
 launch_map = Launched(map_kernel)
-launch_span = Launched(span_kernel)
-launch_version = Launched(version_kernel)
+launch_node = Launched(node_kernel)
+launch_key_version = Launched(key_version_kernel)
+launch_query_version = Launched(query_version_kernel)
 launch_query_gradient = Launched(query_gradient_kernel)
 launch_map_gradient = Launched(map_gradient_kernel)
-launch_span_gradient = Launched(span_gradient_kernel)
-launch_key_gradient = Launched(key_gradient_kernel)
-launch_inverse_gradient = Launched(inverse_gradient_kernel)
-launch_row_gradient = Launched(row_gradient_kernel)
+launch_tile_gradient = Launched(tile_gradient_kernel)
 
 
 @dataclass(frozen=True)
@@ -52,16 +46,13 @@ class Share:
 
 SHARES = {
     "inverse": Share(rows=128, warps=4),
-    "solve": Share(rows=64, warps=4),
     "map": Share(rows=64, warps=4),
-    "span": Share(rows=64, warps=4),
-    "version": Share(rows=64, warps=4),
+    "node": Share(rows=64, warps=4),
+    "key version": Share(rows=64, warps=4),
+    "query version": Share(rows=64, warps=4),
     "query gradient": Share(rows=64, warps=4),
-    "map gradient": Share(rows=128, warps=8),
-    "span gradient": Share(rows=64, warps=4),
-    "key gradient": Share(rows=64, warps=4),
-    "inverse gradient": Share(rows=128, warps=4),
-    "row gradient": Share(rows=64, warps=4),
+    "map gradient": Share(rows=64, warps=4),
+    "tile gradient": Share(rows=128, warps=8),
 }
 FINE, LOW = (tl.float32, tl.float32) if INTERPRETED else (tl.float16, tl.bfloat16)
 """What bounded operands and gradients are rounded to; the interpreter cannot multiply it."""
@@ -77,77 +68,83 @@ class Factors:
     """[B, G, S] fp32."""
     L: Tensor
     """[B, G, S, C] fine: (I + tril(W W^T diag(beta), -1))^-1 of each tile."""
+    Y: Tensor | None
+    """[B, G, S, K] fine: before beta; where it and maps are kept."""
+    maps: Tensor | None
+    """[B, G, nodes, K, K] fine."""
+    q: Tensor | None
+    """[B, H, versions, C, K] in q's dtype, scaled: queries in versions, where these are kept."""
+    logits: Tensor | None
+    """[B, H, S, C] inside tiles, without gates, not masked; fine."""
 
-    def part(self, rows: slice, groups: slice) -> "Factors":
+    def part(self, rows: slice, groups: slice, heads: slice) -> "Factors":
         """Views, each in one piece."""
-        return Factors(*(x[rows, groups] for x in vars(self).values()))
+        of_keys = (self.w, self.beta, self.L, self.Y, self.maps)
+        return Factors(
+            *(None if x is None else x[rows, groups] for x in of_keys),
+            *(None if x is None else x[rows, heads] for x in (self.q, self.logits)),
+        )
 
 
 @dataclass
 class Carried:
-    """Of S tokens in tiles of C, `span` tiles a span: what attention reads, then what backward
-    does. q's dtype, or `fine`."""
+    """Of S tokens in tiles of C: what attention reads, then what backward does. Versions and nodes
+    as in triton_tree.py; q's dtype, or `fine`."""
 
-    q_near: Tensor
-    """[B, H, spans, pairs of tiles, C, K]: q to the right edge of an earlier tile of its span."""
-    q_far: Tensor
-    """[B, H, pairs of spans, span C, K]: q to the right edge of an earlier span."""
+    q: Tensor
     k: Tensor
-    """[B, G, S, K]: carried to its tile's right edge."""
-    k_far: Tensor
-    """[B, G, S, K]: carried to its span's right edge."""
+    """[B, G, versions, C, K]."""
     logits: Tensor
-    """[B, H, S, C] inside tiles, without gates, not masked; fine."""
+    maps: Tensor
+    """[B, G, nodes, K, K] fine."""
     XT: Tensor
     """[B, G, S, C] fine: X^T before beta."""
     Y: Tensor
     """[B, G, S, K] fine: before beta."""
-    maps: Tensor
-    """[B, G, N, K, K] fine: the tiles'."""
-    to_end: Tensor
-    """[B, G, N, K, K] fine: the product of those behind a tile in its span."""
-    span_maps: Tensor
-    """[B, G, spans, K, K] fine."""
 
 
 @dataclass
 class CarriedGradients:
-    """Of the first five of `Carried`, in q's dtype; k's with what comes from `k_far`. In place of a
-    version's gradient stands, by the end, that of its tile's next one alone."""
+    """Of the first three of `Carried`, in q's dtype: in place of a version's gradient that of the
+    next one."""
 
-    q_near: Tensor
-    q_far: Tensor
-    q_carried: Tensor
-    """[B, H, S, K] in q's dtype: of q at its tile's left edge."""
+    q: Tensor
     k: Tensor
-    k_far: Tensor
+    q_left: Tensor
+    """[B, H, S, K]: of q at its tile's left edge."""
+    k_right: Tensor
+    """[B, G, S, K]: of k at its tile's right edge."""
     logits: Tensor
 
     @staticmethod
     def empty(carried: Carried) -> "CarriedGradients":
         x, low = carried, carried.k.dtype
-        B, H, S, _ = x.logits.shape
+        (B, H, S, _), (G, *_, K) = x.logits.shape, x.k.shape[1:]
         return CarriedGradients(
-            q_near=torch.empty_like(x.q_near),
-            q_far=torch.empty_like(x.q_far),
-            q_carried=x.k.new_empty(B, H, S, x.k.shape[-1]),
+            q=torch.empty_like(x.q),
             k=torch.empty_like(x.k),
-            k_far=torch.empty_like(x.k_far),
+            q_left=x.k.new_empty(B, H, S, K),
+            k_right=x.k.new_empty(B, G, S, K),
             logits=torch.empty_like(x.logits, dtype=low),
         )
 
 
-def workspace_bytes(layout: Layout, K: int, shared: int) -> int:
+def query_bytes(layout: Layout, K: int) -> int:
+    """What one query head of one row needs for its versions and its logits inside tiles."""
+    return 2 * layout.tile * (layout.versions * K + layout.S)
+
+
+def workspace_bytes(layout: Layout, K: int, shared: int, kept: bool) -> int:
     """About what `Carried` and its gradients need, for one key/value head of one row."""
-    S, C, span = layout.S, layout.tile, layout.span
-    spans = S // (C * span)
-    far = pairs_before(spans - 1, spans, layout.lags)
-    versions = shared * (S * (span - 1) // 2 + far * span * C)
-    tiles = 2 * 4 * C + 2 * 7 * K + 2 * 4 * K * K // C + 16
-    return 2 * 2 * K * versions + S * (tiles + shared * (2 * 4 * C + 2 * K))
+    S, C = layout.S, layout.tile
+    keys = 2 * (layout.versions * C * K + layout.nodes * K * K) + S * (C + 2 * K)
+    queries = query_bytes(layout, K) * (1 if kept else 2) + 2 * S * (C + K)
+    return 2 * keys + shared * queries
 
 
-def factors_of(w_BTGK: Tensor, beta_BTG: Tensor, layout: Layout) -> Factors:
+def factors_of(
+    q_BTHK: Tensor, w_BTGK: Tensor, beta_BTG: Tensor, layout: Layout, keep: bool, keep_maps: bool
+) -> Factors:
     (B, T, G, K), S, C = w_BTGK.shape, layout.S, layout.tile
     fine = w_BTGK.dtype if INTERPRETED else torch.float16
     w, L = (w_BTGK.new_empty(B, G, S, width, dtype=fine) for width in (K, C))
@@ -158,57 +155,75 @@ def factors_of(w_BTGK: Tensor, beta_BTG: Tensor, layout: Layout) -> Factors:
         K=K, C=C, FINE=FINE, DOCUMENTS=layout.start_S is not None,
         num_warps=SHARES["inverse"].warps, num_stages=1,
     )  # fmt: skip
-    return Factors(w, beta, L)
+    q = logits = None
+    if keep:
+        H = q_BTHK.shape[2]
+        q = q_BTHK.new_empty(B, H, layout.versions, C, K)
+        logits = w.new_empty(B, H, S, C)
+    Y, maps = maps_of(w, beta, L, layout) if keep_maps else (None, None)
+    return Factors(w, beta, L, Y, maps, q, logits)
+
+
+def maps_of(w: Tensor, beta: Tensor, L: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Y [B, G, S, K] and the nodes' maps [B, G, nodes, K, K]."""
+    B, G, S, K = w.shape
+    C, N, nodes = layout.tile, layout.tiles, layout.nodes
+    Y, maps = torch.empty_like(w), w.new_empty(B, G, nodes, K, K)
+    parts, shares = _shares("map", K, "COLUMNS")
+    options = {"K": K, "C": C, "FINE": FINE, "num_stages": 1}
+    launch_map((parts * N, B * G), w, beta, L, Y, maps, S, nodes, **shares, **options)
+    parts, shares = _shares("node", K)
+    row = 0
+    for level in range(1, layout.crossed_levels):
+        grid = parts * (N >> level), B * G
+        launch_node(grid, maps, row, level, N, nodes, K=K, num_stages=1, **shares)
+        row += N >> (level - 1)
+    return Y, maps
 
 
 def carry(
-    q_BTHK: Tensor, k_BTGK: Tensor, factors: Factors, scale: float, layout: Layout
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    factors: Factors,
+    scale: float,
+    layout: Layout,
+    backward: bool,
 ) -> Carried:
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
-    S, C, span, lags, start_S = layout.S, layout.tile, layout.span, layout.lags, layout.start_S
-    N, spans = S // C, S // (C * span)
+    S, C, N = layout.S, layout.tile, layout.tiles
     fine = factors.w.dtype
 
     def new(*shape: int, dtype: torch.dtype = fine) -> Tensor:
         return q_BTHK.new_empty(B, *shape, dtype=dtype)
 
     low = q_BTHK.dtype
+    w, beta, L, Y, maps = factors.w, factors.beta, factors.L, factors.Y, factors.maps
+    if Y is None or maps is None:
+        Y, maps = maps_of(w, beta, L, layout)
     x = Carried(
-        q_near=new(H, spans, span * (span - 1) // 2, C, K, dtype=low),
-        q_far=new(H, pairs_before(spans - 1, spans, lags), span * C, K, dtype=low),
-        k=new(G, S, K, dtype=low),
-        k_far=new(G, S, K, dtype=low),
-        logits=new(H, S, C),
+        q=new(H, layout.versions, C, K, dtype=low) if factors.q is None else factors.q,
+        k=new(G, layout.versions, C, K, dtype=low),
+        logits=new(H, S, C) if factors.logits is None else factors.logits,
+        maps=maps,
         XT=new(G, S, C),
-        Y=new(G, S, K),
-        maps=new(G, N, K, K),
-        to_end=new(G, N, K, K),
-        span_maps=new(G, spans, K, K),
+        Y=Y,
     )
-    w, beta, L = vars(factors).values()
-    k_exact = torch.empty_like(w)
     options = {"K": K, "C": C, "FINE": FINE, "num_stages": 1}
-    documents = {"DOCUMENTS": start_S is not None}
-    of_keys = T, S, layout.heads // (H // G), G
-    parts, shares = _shares("solve", C)
-    launch_solve(
+    documents = {"DOCUMENTS": layout.start_S is not None}
+    tree = N, layout.levels, layout.reach, layout.versions, layout.nodes
+    parts, shares = _shares("key version", C)
+    launch_key_version(
         (parts * N, B * G),
-        k_BTGK, w, beta, start_S, L, x.XT, x.k, k_exact, *of_keys,
-        **shares, **documents, **options,
+        k_BTGK, w, beta, layout.start_S, layout.end_S, L, x.maps, x.XT, x.k,
+        T, layout.heads // (H // G), G, *tree, **shares, **documents, **options,
     )  # fmt: skip
-    parts, shares = _shares("map", K, "COLUMNS")
-    launch_map((parts * N, B * G), w, beta, L, x.Y, x.maps, S, **shares, **options)
-    parts, shares = _shares("span", K)
-    launch_span(
-        (parts * spans, B * G),
-        x.maps, k_exact, x.to_end, x.span_maps, x.k_far, S, span, **shares, **options
-    )  # fmt: skip
-    parts, shares = _shares("version", C)
-    launch_version(
+    if backward and factors.q is not None:
+        return x
+    parts, shares = _shares("query version", C)
+    launch_query_version(
         (parts * N, B * H),
-        q_BTHK, k_BTGK, w, beta, start_S, x.XT, x.Y, x.maps, x.span_maps, x.logits, x.q_near,
-        x.q_far, scale, T, S, layout.heads, H, span, lags,
-        R=H // G, STAGES=2, **shares, **documents, **options,
+        q_BTHK, k_BTGK, w, beta, layout.start_S, x.XT, x.Y, x.maps, x.logits, x.q, scale,
+        T, layout.heads, H, *tree, R=H // G, **shares, **documents, **options,
     )  # fmt: skip
     return x
 
@@ -235,54 +250,45 @@ def carry_gradients(
 ) -> None:
     """Writes dq to dbeta, laid out like the op's inputs. `gradients` is overwritten."""
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
-    S, C, span, lags, start_S = layout.S, layout.tile, layout.span, layout.lags, layout.start_S
-    N, spans = S // C, S // (C * span)
+    C, N, start_S = layout.tile, layout.tiles, layout.start_S
     x, d = carried, gradients
-    w, beta, L = vars(factors).values()
+    w, beta, L = factors.w, factors.beta, factors.L
     sizes = {"K": K, "C": C, "num_stages": 1}
     options = sizes | {"R": H // G, "DOCUMENTS": start_S is not None}
-    of_queries = T, S, layout.heads, H
-    M, dM = torch.empty_like(d.logits), torch.empty_like(d.logits)
+    of_queries = T, layout.S, layout.heads, H
+    dM = torch.empty_like(d.logits)
     parts, shares = _shares("query gradient", C)
     launch_query_gradient(
         (parts * N, B * H),
-        q_BTHK, k_BTGK, w, beta, start_S, x.XT, x.Y, d.logits, d.q_carried, dq, M, dM,
+        k_BTGK, w, beta, start_S, x.XT, x.Y, d.logits, d.q_left, dq, dM,
         scale, *of_queries, LOW=LOW, **shares, **options,
     )  # fmt: skip
-    dspan_maps = torch.empty_like(x.span_maps, dtype=dq.dtype)
-    dmaps, dproducts = (torch.empty_like(x.maps, dtype=dq.dtype) for _ in range(2))
-    gathering = options | {"LOW": LOW, "STAGES": 3, "num_warps": SHARES["map gradient"].warps}
-    launch_map_gradient(
-        (spans, B * G),
-        layout.end_S, x.q_far, d.q_far, None, None, dspan_maps, H, spans, span, lags, **gathering
-    )  # fmt: skip
-    parts, shares = _shares("span gradient", K)
-    launch_span_gradient(
-        (parts * spans, B * G),
-        x.maps, x.k, d.k_far, dspan_maps, dproducts, S, span, LOW=LOW, **shares, **sizes
-    )  # fmt: skip
-    launch_map_gradient(
+    dmaps = _map_gradients(x, d, layout, H)
+    launch_tile_gradient(
         (N, B * G),
-        layout.end_S, x.q_near, d.q_near, x.to_end, dproducts, dmaps, H, span, 1, span - 1,
-        **gathering,
+        q_BTHK, k_BTGK, w, beta, start_S, L, x.XT, x.Y, d.logits, dM, d.q_left, d.k_right, dmaps,
+        dk, dw, dbeta, scale, *of_queries, layout.nodes,
+        LOW=LOW, num_warps=SHARES["tile gradient"].warps, **options,
     )  # fmt: skip
-    ZT, dA = (torch.empty_like(x.XT, dtype=dq.dtype) for _ in range(2))
-    V = torch.empty_like(x.k)
-    parts, shares = _shares("key gradient", C)
-    dbeta_parts = beta.new_empty(parts + 1, *beta.shape)
-    launch_key_gradient(
-        (parts * N, B * G),
-        q_BTHK, w, beta, start_S, L, x.XT, M, d.logits, d.k, ZT, dk, dbeta_parts,
-        scale, *of_queries, LOW=LOW, **shares, **options,
-    )  # fmt: skip
-    launch_inverse_gradient(
-        (N, B * G),
-        w, beta, start_S, L, x.XT, x.Y, M, d.q_carried, dmaps, ZT, V, dA, dbeta_parts[parts],
-        *of_queries, LOW=LOW, num_warps=SHARES["inverse gradient"].warps, **options,
-    )  # fmt: skip
-    parts, shares = _shares("row gradient", C)
-    launch_row_gradient(
-        (parts * N, B * G),
-        q_BTHK, k_BTGK, w, beta, start_S, x.XT, x.Y, dM, d.k, dmaps, ZT, V, dA, dbeta_parts,
-        dw, dbeta, *of_queries, PARTS=dbeta_parts.shape[0], LOW=LOW, **shares, **options,
-    )  # fmt: skip
+
+
+def _map_gradients(carried: Carried, gradients: CarriedGradients, layout: Layout, H: int) -> Tensor:
+    """[B, G, nodes, K, K], of all nodes from which something comes; from the highest level down."""
+    x, d = carried, gradients
+    B, G, nodes, K, _ = x.maps.shape
+    N, C = layout.tiles, layout.tile
+    dmaps = torch.empty_like(x.maps, dtype=d.k.dtype)
+    parts, shares = _shares("map gradient", K)
+    options = {"R": H // G, "K": K, "C": C, "LOW": LOW, "DOCUMENTS": layout.start_S is not None}
+    parents = 0
+    for level in reversed(range(max(1, layout.crossed_levels))):
+        first = sum(layout.versions_at(n) for n in range(level))
+        row = sum(N >> n for n in range(level))
+        launch_map_gradient(
+            (parts * (N >> level), B * G),
+            layout.start_S, layout.end_S, x.q, d.q, x.k, d.k, x.maps, dmaps,
+            H, N, level, layout.reach, layout.versions, first, nodes, row, parents,
+            STAGES=2 if level > 1 else 1, **shares, **options,
+        )  # fmt: skip
+        parents = N >> level
+    return dmaps

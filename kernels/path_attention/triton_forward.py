@@ -1,9 +1,8 @@
 """Attention's forward on a GPU: a tile of queries walks over blocks of keys, from near to far.
 
-With Householder maps the logits of a tile's own tokens are given, and a query tile comes in several
-versions: one for every earlier tile of its span, and one for every earlier span (triton_maps.py).
-Each meets keys that are carried to the right edge of their tile, or of their span. So all that is
-T^2 is FlashAttention, with or without maps.
+With Householder maps the logits of a tile's own tokens are given, and queries and keys come in
+versions, one for each level of the tree at which a node of earlier keys is (triton_tree.py). So all
+that is T^2 is FlashAttention, with or without maps.
 """
 
 # tl.range is for Triton's compiler alone.
@@ -12,13 +11,18 @@ T^2 is FlashAttention, with or without maps.
 import triton
 import triton.language as tl
 
-from mixtron.kernels.path_attention.triton_maps import far_row, near_row, reach
-from mixtron.kernels.path_attention.triton_tiles import longest_first
+from mixtron.kernels.path_attention.triton_tiles import longest_first, lower
+from mixtron.kernels.path_attention.triton_tree import (
+    first_tile,
+    key_version,
+    query_version,
+    versions_at,
+)
 from mixtron.kernels.triton_tools import tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-VARYING = ("T", "span_tiles", "lags", "heads", "H")
+VARYING = ("T", "tiles", "levels", "reach", "versions", "nodes", "heads", "H")
 """Of which no value is worth a compilation of its own. q, o and log-sum-exps have `heads` heads a
 row, k and v heads / R; H and H / R of them are taken."""
 
@@ -26,10 +30,7 @@ row, k and v heads / R; H and H / R of them are taken."""
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q,
-    q_near,
-    q_far,
     k,
-    k_far,
     v_BTGV,
     logits,
     gates,
@@ -40,8 +41,11 @@ def forward_kernel(
     scale,
     T,
     S,
-    span_tiles,
-    lags,
+    tiles,
+    levels,
+    reach,
+    versions,
+    nodes,
     plane,
     heads,
     H,
@@ -58,9 +62,8 @@ def forward_kernel(
 ):
     """A tile of C queries of one head: the output and the log-sum-exp.
 
-    Without maps q is [B, T, H, K] and k [B, T, G, K]. With maps q is not read, q_near is
-    [B, H, spans, pairs of tiles, C, K], q_far [B, H, pairs of spans, span, K], k and k_far
-    [B, G, S, K], logits [B, H, S, C].
+    Without maps q is [B, T, H, K] and k [B, T, G, K]. With maps they are in versions,
+    [B, H, versions, C, K] and [B, G, versions, C, K], and logits is [B, H, S, C].
     """
     # The last tiles see most keys.
     turn, bh = longest_first()
@@ -77,13 +80,8 @@ def forward_kernel(
     start_C = t_C * 0
     if DOCUMENTS:
         start_C = tl.load(start_S + t_C)
-    if MAPS:
-        keys = k + (b * G + g) * S * K
-        k_row = K
-        q_CK = tl.zeros([C, K], PRODUCT)
-    else:
-        keys = k + b * T * groups * K + g * K
-        k_row = groups * K
+    keys = k + b * T * groups * K + g * K
+    if not MAPS:
         q_tile = tile(q + h * K, b * T + a * C, heads * K, row_C, key_K)
         q_CK = tl.load(q_tile, inside_C[:, None], 0.0).to(PRODUCT)
     # Not -inf: a row may have no key in the first block.
@@ -96,9 +94,10 @@ def forward_kernel(
         within_B1 = (u_B < T)[:, None]
         if MAPS:
             pair = tile(logits + i * BLOCK, bh * S + a * C, C, row_C, column)
-            s_CB = tl.load(pair).to(tl.float32) * LOG2_E
+            below_CB = lower(row_C, i * BLOCK + column, C)
+            s_CB = tl.load(pair, below_CB, 0.0).to(tl.float32) * LOG2_E
         else:
-            k_BK = tl.load(tile(keys, first, k_row, column, key_K), within_B1, 0.0)
+            k_BK = tl.load(tile(keys, first, groups * K, column, key_K), within_B1, 0.0)
             s_CB = tl.dot(q_CK, tl.trans(k_BK.to(PRODUCT))) * scale
         if GATE:
             s_CB -= tl.load(gates + bh * S + u_B)[None, :]
@@ -115,32 +114,27 @@ def forward_kernel(
         low = tl.load(start_S + a * C) // BLOCK * BLOCK
     between = tl.full([], 0.0, tl.float32)
     if MAPS:
-        near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
-        span, t = a // span_tiles, a % span_tiles
-        for i in range(near):
-            hi = (a - i) * C
-            own = near_row(bh, a, t - 1 - i, S, span_tiles, C)
-            q_CK = tl.load(tile(q_near, own, K, row_C, key_K)).to(PRODUCT)
-            acc_CV, top_C, sum_C, between = _walk_keys(
-                acc_CV, top_C, sum_C, between, q_CK, start_C, keys, v, after, total,
-                tl.maximum(hi - C, low), hi, 1.0 * LOG2_E,
-                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-            )  # fmt: skip
-        keys = k_far + (b * G + g) * S * K
-        for i in range(far):
-            own = far_row(bh, a, span - 1 - i, S, span_tiles, lags, C)
-            q_CK = tl.load(tile(q_far, own, K, row_C, key_K)).to(PRODUCT)
-            hi = (span - i) * span_tiles * C
-            acc_CV, top_C, sum_C, between = _walk_keys(
-                acc_CV, top_C, sum_C, between, q_CK, start_C, keys, v, after, total,
-                tl.maximum(hi - span_tiles * C, low), hi, 1.0 * LOG2_E,
-                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-            )  # fmt: skip
+        first_a = first_tile(start_S, a, C, DOCUMENTS)
+        own = 0 * a
+        for level in range(levels):
+            edge = (a >> level) << level
+            if ((a >> level) % 2 == 1) & (first_a < edge):
+                version = own + query_version(a, level, reach)
+                q_tile = tile(q, (bh * versions + version) * C, K, row_C, key_K)
+                before = edge - (1 << level)
+                row_0 = own + key_version(edge - 1, level, reach) - (edge - 1)
+                keys_0 = k + ((b * G + g) * versions + row_0) * C * K
+                acc_CV, top_C, sum_C, between = _walk_keys(
+                    acc_CV, top_C, sum_C, between, tl.load(q_tile).to(PRODUCT), start_C, keys_0,
+                    v, after, total, tl.maximum(before * C, low), edge * C, 1.0 * LOG2_E,
+                    K, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                )  # fmt: skip
+            own += versions_at(level, tiles, reach)
     else:
         acc_CV, top_C, sum_C, between = _walk_keys(
             acc_CV, top_C, sum_C, between, q_CK, start_C, keys, v, after, total,
             low, a * C, scale,
-            k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+            groups * K, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
         )  # fmt: skip
     o_tile = tile(o_BTHV + h * V, b * T + a * C, heads * V, row_C, value_V)
     o_CV = acc_CV / sum_C[:, None]

@@ -1,16 +1,20 @@
 """Sums of log gates in the pieces that the kernels add up, and the gate's gradient."""
 
+# Launches take keywords that the kernels' signatures do not have.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from mixtron.kernels.path_attention.blocks import sums_behind
+from mixtron.kernels.launching import Launched
+from mixtron.kernels.triton_tools import INTERPRETED, LOG2_E
 
-LOG2_E = 1.4426950408889634
-LEAST = -64.0
+LEAST = tl.constexpr(-64.0)
 """Beyond that nothing is left, and larger sums would cost the others their precision."""
+CHUNK = 128 if INTERPRETED else 1024
 
 
 @dataclass
@@ -27,33 +31,104 @@ class GateSums:
         return GateSums(self.tokens_4BHS[:, rows, heads], self.blocks_BHN[rows, heads])
 
 
+@triton.jit(do_not_specialize=("T", "S", "H"))
+def sums_kernel(
+    gate_BTH, tokens_4BHS, blocks_BHN, T, S, H, C: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Of a tile of one head."""
+    BLOCKS: tl.constexpr = C // BLOCK
+    bh = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * C
+    block_N, column = tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
+    t_NB = first + block_N[:, None] * BLOCK + column[None, :]
+    gate = gate_BTH + bh // H * T * H + bh % H
+    gate_NB = tl.maximum(tl.load(gate + t_NB * H, t_NB < T, 0.0), LEAST) * LOG2_E
+    # Of the next token: what is behind the block's last is not of it.
+    inside = (t_NB + 1 < T) & (column < BLOCK - 1)[None, :]
+    next_NB = tl.maximum(tl.load(gate + (t_NB + 1) * H, inside, 0.0), LEAST) * LOG2_E
+    until_NB, behind_NB = tl.cumsum(gate_NB, 1), tl.cumsum(next_NB, 1, reverse=True)
+    total_N = tl.sum(gate_NB, 1)
+    earlier_NN = block_N[None, :] < block_N[:, None]
+    before_N = tl.sum(tl.where(earlier_NN, total_N[None, :], 0.0), 1)
+    after_N = tl.sum(tl.where(block_N[None, :] > block_N[:, None], total_N[None, :], 0.0), 1)
+    plane = tl.num_programs(1) * S.to(tl.int64)
+    out = tokens_4BHS + bh * S + t_NB
+    tl.store(out, before_N[:, None] + until_NB)
+    tl.store(out + plane, behind_NB + after_N[:, None])
+    tl.store(out + 2 * plane, until_NB)
+    tl.store(out + 3 * plane, behind_NB)
+    tl.store(blocks_BHN + bh * (S // BLOCK) + first // BLOCK + block_N, total_N)
+
+
+@triton.jit
+def join(sum_a, ends_a, sum_b, ends_b):
+    """Of a range of tokens and one before it: a document's sum, and whether one ends there."""
+    return sum_b + tl.where(ends_b > 0, 0.0, sum_a), ends_a | ends_b
+
+
+@triton.jit(do_not_specialize=("T", "S", "H", "parts"))
+def gradient_kernel(
+    rows_BHS, columns_PBHS, start_S, end_S, dgate_BTH, T, S, H, parts,
+    CHUNK: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """From what each token's row has more than its column: the gate of token l is in the logits of
+    i >= l and j < l, and pairs with both i, j >= l are in as many rows as columns. One head, from
+    its last tokens on; fp64, because it is a running difference."""
+    bh = tl.program_id(0).to(tl.int64)
+    plane = tl.num_programs(0) * S.to(tl.int64)
+    behind = tl.full([], 0.0, tl.float64)
+    for i in range(tl.cdiv(T, CHUNK)):
+        column = tl.arange(0, CHUNK)
+        t_C = (tl.cdiv(T, CHUNK) - 1 - i) * CHUNK + column
+        inside_C = t_C < T
+        columns_C = tl.zeros([CHUNK], tl.float32)
+        for p in range(parts):
+            columns_C += tl.load(columns_PBHS + p * plane + bh * S + t_C, inside_C, 0.0)
+        ds_C = tl.load(rows_BHS + bh * S + t_C, inside_C, 0.0) - columns_C
+        if DOCUMENTS:
+            ends_C = (tl.load(end_S + t_C, inside_C, 0) == t_C + 1).to(tl.int32)
+            sum_C, ends_C = tl.associative_scan(
+                (ds_C.to(tl.float64), ends_C), 0, join, reverse=True
+            )
+            sum_C += tl.where(ends_C > 0, 0.0, behind)
+            start_C = tl.load(start_S + t_C, inside_C, 0)
+        else:
+            sum_C = tl.cumsum(ds_C.to(tl.float64), 0, reverse=True) + behind
+            start_C = 0 * t_C
+        behind = tl.sum(tl.where(column == 0, sum_C, 0.0), 0)
+        dgate = dgate_BTH + (bh // H * T + t_C) * H + bh % H
+        tl.store(dgate, tl.where(t_C == start_C, 0.0, sum_C).to(tl.float32), inside_C)
+
+
+launch_sums, launch_gradient = Launched(sums_kernel), Launched(gradient_kernel)
+
+
 def gate_sums(log_forget_BTH: Tensor, S: int, C: int, block: int) -> GateSums:
-    gate_BHT = log_forget_BTH.float().clamp(min=LEAST).transpose(1, 2) * LOG2_E
-    gate_BHS = F.pad(gate_BHT, (0, S - gate_BHT.shape[-1]))
-    sums = []
-    for length in (C, block):
-        gate_BHNC = gate_BHS.unflatten(-1, (-1, length))
-        sums += [gate_BHNC.cumsum(-1).flatten(-2), sums_behind(gate_BHNC).flatten(-2)]
-    return GateSums(torch.stack(sums), gate_BHS.unflatten(-1, (-1, block)).sum(-1))
+    """Of fp32 log gates, for S tokens in tiles of C and blocks."""
+    B, T, H = log_forget_BTH.shape
+    tokens_4BHS = log_forget_BTH.new_empty(4, B, H, S)
+    blocks_BHN = log_forget_BTH.new_empty(B, H, S // block)
+    launch_sums(
+        (S // C, B * H),
+        *(log_forget_BTH, tokens_4BHS, blocks_BHN, T, S, H),
+        C=C,
+        BLOCK=block,
+        num_warps=1,
+    )
+    return GateSums(tokens_4BHS, blocks_BHN)
 
 
 def gate_gradient(
-    ds_BHS: Tensor, log_forget_BTH: Tensor, start_S: Tensor | None, end_S: Tensor | None
+    rows_BHS: Tensor, columns_PBHS: Tensor, T: int, start_S: Tensor | None, end_S: Tensor | None
 ) -> Tensor:
-    """From what each token's row has more than its column: the gate of token l is in the logits of
-    i >= l and j < l, and pairs with both i, j >= l are in as many rows as columns.
-
-    fp64, because it is a running difference.
-    """
-    T = log_forget_BTH.shape[1]
-    # A row of zeros more: on a GPU torch scans a single row in an order that varies.
-    rows_BHT = F.pad(ds_BHS[..., :T].double(), (0, 0, 0, 1))
-    behind_BHS = rows_BHT.flip(-1).cumsum(-1).flip(-1)[:, :-1]
-    position_T = torch.arange(T, device=ds_BHS.device)
-    if start_S is None or end_S is None:
-        first_T = position_T == 0
-    else:
-        first_T = position_T == start_S[:T]
-        behind_BHS = behind_BHS - F.pad(behind_BHS, (0, 1))[..., end_S[:T].long()]
-    dgate_BHT = behind_BHS.masked_fill(first_T, 0)
-    return dgate_BHT.transpose(1, 2).to(log_forget_BTH.dtype)
+    """[B, T, H] fp32, from the sums of ds over rows and, in parts, over columns."""
+    parts, B, H, S = columns_PBHS.shape
+    dgate_BTH = rows_BHS.new_empty(B, T, H)
+    launch_gradient(
+        (B * H,),
+        *(rows_BHS, columns_PBHS, start_S, end_S, dgate_BTH, T, S, H, parts),
+        CHUNK=CHUNK,
+        DOCUMENTS=start_S is not None,
+        num_warps=4,
+    )
+    return dgate_BTH

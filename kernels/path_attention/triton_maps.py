@@ -1,13 +1,5 @@
-"""Queries and keys carried over maps, and the gradients.
-
-A tile of queries has versions: v_{t-1} = q at the left edge of its tile t, v_{b-1} = v_b P_b, of
-which v_b meets the keys that are carried to the right edge of tile b. These are the earlier tiles
-of its span; from the span's left edge the same goes on over the maps of earlier spans. Versions are
-made as far as the tile's documents reach.
-
-The pairs t > b of a sequence of blocks, those with t - b <= lags alone, lie in the order (1, 0),
-(2, 0), ... (2, 1), (3, 1), ...: what meets the keys of a block is in one piece.
-"""
+"""Queries and keys in versions (triton_tree.py), the maps that carry them, and the gradients of the
+maps. Versions are made as far as a tile's documents reach."""
 
 # Launches take keywords that the kernels' signatures do not have, and tl.range is for Triton alone.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -15,215 +7,185 @@ The pairs t > b of a sequence of blocks, those with t - b <= lags alone, lie in 
 import triton
 import triton.language as tl
 
-from mixtron.kernels.path_attention.triton_tiles import longest_first, part, upto
+from mixtron.kernels.path_attention.triton_tiles import (
+    before,
+    longest_first,
+    lower,
+    part,
+    upper,
+    upto,
+)
+from mixtron.kernels.path_attention.triton_tree import (
+    first_tile,
+    key_version,
+    last_tile,
+    query_version,
+    versions_at,
+)
 from mixtron.kernels.triton_tools import tile
 
-VARYING = ("T", "heads", "H", "span_tiles", "lags", "blocks", "tiles")
-"""Of which no value is worth a compilation of its own."""
 
-
-def pairs_before(b: int, blocks: int, lags: int) -> int:
-    """The number of pairs whose earlier block is before b: where b's own begin. lags < blocks."""
-    fewer = max(0, b - (blocks - 1 - lags))
-    return b * lags - fewer * (fewer - 1) // 2
-
-
-@triton.jit
-def first_pair(b, blocks, lags):
-    """`pairs_before` on the device."""
-    fewer = tl.maximum(b - (blocks - 1 - lags), 0)
-    return b * lags - fewer * (fewer - 1) // 2
-
-
-@triton.jit
-def reach(start_S, a, span_tiles, lags, C: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """How many earlier tiles of its span, and how many earlier spans, tile a has keys in."""
-    first = 0 * a
-    if DOCUMENTS:
-        first = tl.load(start_S + a * C) // C
-    span = a // span_tiles
-    near = tl.minimum(a % span_tiles, a - first)
-    far = tl.minimum(tl.minimum(span, lags), span - first // span_tiles)
-    return near, far
-
-
-@triton.jit
-def near_row(bh, a, u, S, span_tiles, C: tl.constexpr):
-    """Where tile a's version begins that meets tile u of its span."""
-    span, t = a // span_tiles, a % span_tiles
-    pairs = span_tiles * (span_tiles - 1) // 2
-    pair = (bh * (S // (span_tiles * C)) + span) * pairs + first_pair(u, span_tiles, span_tiles - 1)
-    return (pair + t - u - 1) * C
-
-
-@triton.jit
-def far_row(bh, a, m, S, span_tiles, lags, C: tl.constexpr):
-    """Where tile a's version begins that meets span m."""
-    spans = S // (span_tiles * C)
-    pair = bh * first_pair(spans - 1, spans, lags) + first_pair(m, spans, lags)
-    return ((pair + a // span_tiles - m - 1) * span_tiles + a % span_tiles) * C
-
-
-@triton.jit(do_not_specialize=VARYING)
-def span_kernel(
-    maps, k_exact, to_end, span_maps, k_far, S, span_tiles,
-    K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, FINE: tl.constexpr,
+@triton.jit(do_not_specialize=("row", "level", "tiles", "nodes"))
+def node_kernel(
+    maps, row, level, tiles, nodes,
+    K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """P_{L-1} ... P_{t+1} for every tile t of a span, all of them, and keys to the span's right
-    edge: rows of the maps, columns of the keys."""
-    m, row_R = part(ROWS, K)
+    """Rows of the map of a level's node, from those of its children, which lie from `row` on."""
+    j, row_R = part(ROWS, K)
+    key_K = tl.arange(0, K)
+    row += tl.program_id(1).to(tl.int64) * nodes
+    left_KK = tl.load(tile(maps, (row + 2 * j) * K, K, key_K, key_K))
+    right_RK = tl.load(tile(maps, (row + 2 * j + 1) * K, K, row_R, key_K))
+    own = row + (tiles >> (level - 1)) + j
+    map_RK = tl.dot(right_RK, left_KK)
+    tl.store(tile(maps, own * K, K, row_R, key_K), map_RK.to(maps.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=("T", "groups", "G", "tiles", "levels", "reach", "versions", "nodes"))
+def key_version_kernel(
+    k, w, beta, start_S, end_S, L, maps, XT, k_versions, T, groups, G, tiles, levels, reach,
+    versions, nodes,
+    K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, FINE: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """X^T of a tile, and its keys carried to its right edge and on, in versions."""
+    c, row_R = part(ROWS, C)
     bg = tl.program_id(1).to(tl.int64)
+    b, g = bg // G, bg % G
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    product_RK = tl.where(row_R[:, None] == key_K[None, :], 1.0, 0.0).to(FINE)
-    for i in range(span_tiles):
-        n = bg * (S // C) + (m + 1) * span_tiles - 1 - i
-        tl.store(tile(to_end, n * K, K, row_R, key_K), product_RK)
-        k_CR = tl.dot(tl.load(tile(k_exact, n * C, K, row_C, key_K)), tl.trans(product_RK))
-        tl.store(tile(k_far, n * C, K, row_C, row_R), k_CR.to(k_far.dtype.element_ty))
-        map_KK = tl.load(tile(maps, n * K, K, key_K, key_K))
-        product_RK = tl.dot(product_RK, map_KK).to(FINE)
-    span_row = (bg * (S // (span_tiles * C)) + m) * K
-    tl.store(tile(span_maps, span_row, K, row_R, key_K), product_RK)
+    inside_R1 = (c * C + row_R < T)[:, None]
+    own = (bg * tiles + c) * C
+    w_CK = tl.load(tile(w, own, K, row_C, key_K))
+    k_tile = tile(k + g * K, b * T + c * C, groups * K, row_R, key_K)
+    BT_RC = tl.dot(tl.load(k_tile, inside_R1, 0.0).to(FINE), tl.trans(w_CK))
+    BT_RC = tl.where(before(start_S, c * C, row_R, C, DOCUMENTS), BT_RC, 0.0).to(FINE)
+    L_CC = tl.load(tile(L, own, C, row_C, row_C), lower(row_C, row_C, C), 0.0)
+    XT_RC = tl.dot(BT_RC, tl.trans(L_CC))
+    tl.store(tile(XT, own, C, row_R, row_C), XT_RC.to(FINE), upper(row_R, row_C, C))
+    beta_C = tl.load(beta + own + row_C)
+    k_RK = tl.dot((XT_RC * -beta_C[None, :]).to(FINE), w_CK)
+    k_RK += tl.load(k_tile, inside_R1, 0.0).to(tl.float32)
+
+    last = last_tile(end_S, c, tiles, C, DOCUMENTS)
+    own, map_row = bg * versions, bg * nodes
+    for level in range(levels):
+        edge = ((c >> level) + 1) << level
+        if ((c >> level) % 2 == 0) & (edge <= last):
+            version = (own + key_version(c, level, reach)) * C
+            out_tile = tile(k_versions, version, K, row_R, key_K)
+            tl.store(out_tile, k_RK.to(k_versions.dtype.element_ty))
+            if edge + (1 << level) <= last:
+                map_KK = tl.load(tile(maps, (map_row + (c >> level) + 1) * K, K, key_K, key_K))
+                k_RK = tl.dot(k_RK.to(FINE), tl.trans(map_KK))
+        own += versions_at(level, tiles, reach)
+        map_row += tiles >> level
 
 
-@triton.jit(do_not_specialize=VARYING)
-def version_kernel(
-    q, k, w, beta, start_S, XT, Y, maps, span_maps, logits, q_near, q_far, scale, T, S,
-    heads, H, span_tiles, lags,
+@triton.jit(do_not_specialize=("T", "heads", "H", "tiles", "levels", "reach", "versions", "nodes"))
+def query_version_kernel(
+    q, k, w, beta, start_S, XT, Y, maps, logits, q_versions, scale, T, heads, H, tiles, levels,
+    reach, versions, nodes,
     R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, FINE: tl.constexpr,
-    DOCUMENTS: tl.constexpr, STAGES: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of one query head its logits inside the tile, and its versions."""
     # The last tiles have most versions.
     turn, bh = longest_first()
     parts: tl.constexpr = C // ROWS
-    a = tl.num_programs(0) // parts - 1 - turn // parts
+    a = tiles - 1 - turn // parts
     row_R = turn % parts * ROWS + tl.arange(0, ROWS)
     b, h = bh // H, bh % H
     g, G, groups = h // R, H // R, heads // R
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     inside_R1 = (a * C + row_R < T)[:, None]
     inside_C1 = (a * C + row_C < T)[:, None]
-    first, own, shared = b * T + a * C, bh * S + a * C, (b * G + g) * S + a * C
+    first, shared = b * T + a * C, ((b * G + g) * tiles + a) * C
     q_RK = tl.load(tile(q + h * K, first, heads * K, row_R, key_K), inside_R1, 0.0)
     M_RC = tl.dot(q_RK.to(FINE), tl.trans(tl.load(tile(w, shared, K, row_C, key_K))))
     M_RC *= -tl.load(beta + shared + row_C)[None, :]
     M_RC = tl.where(upto(start_S, a * C, row_R, C, DOCUMENTS), M_RC, 0.0).to(FINE)
     k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0)
     logits_RC = tl.dot(q_RK.to(FINE), tl.trans(k_CK.to(FINE)))
-    XT_CC = tl.load(tile(XT, shared, C, row_C, row_C))
+    XT_CC = tl.load(tile(XT, shared, C, row_C, row_C), upper(row_C, row_C, C), 0.0)
     logits_RC = tl.dot(M_RC, tl.trans(XT_CC), logits_RC)
-    tl.store(tile(logits, own, C, row_R, row_C), (logits_RC * scale).to(FINE))
+    logits_tile = tile(logits, (bh * tiles + a) * C, C, row_R, row_C)
+    tl.store(logits_tile, (logits_RC * scale).to(FINE), lower(row_R, row_C, C))
     v_RK = tl.dot(M_RC, tl.load(tile(Y, shared, K, row_C, key_K)))
     v_RK = (v_RK + q_RK.to(tl.float32)) * scale
 
-    near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
-    span, t = a // span_tiles, a % span_tiles
-    map_row = ((b * G + g) * (S // C) + a - 1) * K
-    for i in tl.range(0, near, num_stages=STAGES):
-        own = near_row(bh, a, t - 1 - i, S, span_tiles, C)
-        out_tile = tile(q_near, own, K, row_R, key_K)
-        tl.store(out_tile, v_RK.to(q_near.dtype.element_ty))
-        map_KK = tl.load(tile(maps, map_row - i * K, K, key_K, key_K))
-        v_RK = tl.dot(v_RK.to(FINE), map_KK)
-    map_row = ((b * G + g) * (S // (span_tiles * C)) + span - 1) * K
-    for i in tl.range(0, far, num_stages=STAGES):
-        own = far_row(bh, a, span - 1 - i, S, span_tiles, lags, C)
-        out_tile = tile(q_far, own, K, row_R, key_K)
-        tl.store(out_tile, v_RK.to(q_far.dtype.element_ty))
-        map_KK = tl.load(tile(span_maps, map_row - i * K, K, key_K, key_K))
-        v_RK = tl.dot(v_RK.to(FINE), map_KK)
+    first_a = first_tile(start_S, a, C, DOCUMENTS)
+    own, map_row = bh * versions, (b * G + g) * nodes
+    for level in range(levels):
+        edge = (a >> level) << level
+        if ((a >> level) % 2 == 1) & (first_a < edge):
+            version = (own + query_version(a, level, reach)) * C
+            out_tile = tile(q_versions, version, K, row_R, key_K)
+            tl.store(out_tile, v_RK.to(q_versions.dtype.element_ty))
+            if first_a < edge - (1 << level):
+                map_KK = tl.load(tile(maps, (map_row + (a >> level) - 1) * K, K, key_K, key_K))
+                v_RK = tl.dot(v_RK.to(FINE), map_KK)
+        own += versions_at(level, tiles, reach)
+        map_row += tiles >> level
 
 
-@triton.jit(do_not_specialize=VARYING)
-def query_gradient_kernel(
-    q, k, w, beta, start_S, XT, Y, dlogits, dq_carried, dq, M, dM, scale, T, S, heads, H,
-    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a tile of queries, from that of its logits and of the queries at its left
-    edge; scaled M and dM, both before beta, for what its key/value head gathers."""
-    a, row_R = part(ROWS, C)
-    bh = tl.program_id(1).to(tl.int64)
-    b, h = bh // H, bh % H
-    g, G, groups = h // R, H // R, heads // R
-    row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    inside_R1 = (a * C + row_R < T)[:, None]
-    inside_C1 = (a * C + row_C < T)[:, None]
-    first, own, shared = b * T + a * C, bh * S + a * C, (b * G + g) * S + a * C
-    seen_RC = upto(start_S, a * C, row_R, C, DOCUMENTS)
-    weight_C = tl.load(beta + shared + row_C) * scale
-    dlogits_RC = tl.load(tile(dlogits, own, C, row_R, row_C))
-    dv_tile = tile(dq_carried, own, K, row_R, key_K)
-    dM_RC = tl.dot(dlogits_RC, tl.load(tile(XT, shared, C, row_C, row_C)).to(LOW))
-    Y_CK = tl.load(tile(Y, shared, K, row_C, key_K)).to(LOW)
-    dM_RC = tl.dot(tl.load(dv_tile), tl.trans(Y_CK), dM_RC)
-    dM_RC = tl.where(seen_RC, dM_RC * -weight_C[None, :], 0.0).to(LOW)
-    tl.store(tile(dM, own, C, row_R, row_C), dM_RC)
-    w_CK = tl.load(tile(w, shared, K, row_C, key_K)).to(LOW)
-    k_CK = tl.load(tile(k + g * K, first, groups * K, row_C, key_K), inside_C1, 0.0).to(LOW)
-    dq_RK = tl.dot(dlogits_RC, k_CK)
-    dq_RK = (dq_RK + tl.load(dv_tile).to(tl.float32)) * scale
-    dq_RK = tl.dot(dM_RC, w_CK, dq_RK)
-    dq_tile = tile(dq + h * K, first, heads * K, row_R, key_K)
-    tl.store(dq_tile, dq_RK.to(dq.dtype.element_ty), inside_R1)
-    q_RK = tl.load(tile(q + h * K, first, heads * K, row_R, key_K), inside_R1, 0.0).to(LOW)
-    M_RC = tl.where(seen_RC, tl.dot(q_RK, tl.trans(w_CK)), 0.0) * scale
-    tl.store(tile(M, own, C, row_R, row_C), M_RC.to(LOW))
-
-
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(
+    do_not_specialize=(
+        *("H", "tiles", "level", "reach", "versions", "first", "nodes", "row", "parents"),
+    )
+)
 def map_gradient_kernel(
-    end_S, versions, dversions, to_end, dproducts, dmaps, H, blocks, tiles, lags,
-    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    STAGES: tl.constexpr,
+    start_S, end_S, q_versions, dq_versions, k_versions, dk_versions, maps, dmaps, H, tiles, level,
+    reach, versions, first, nodes, row, parents,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dP_b = sum over later blocks t of v_b^T dv_{b-1}, over all their tiles and the query heads
-    that share it; and of a tile what comes from the products to its span's right edge. A sequence
-    has so many blocks, of so many tiles each."""
+    """Rows of the gradient of the map P of a level's node. Queries v' = v P that cross an even one
+    are of its right neighbour, keys k' = k P^T that cross an odd one of its left:
+
+        dP = sum of v^T dv' or of dk'^T k,   and what comes from the product with its sibling
+
+    The level's versions lie from `first` on, its maps from `row` on; `parents` maps are products of
+    two of them."""
+    j, row_R = part(ROWS, K)
+    bg = tl.program_id(1).to(tl.int64)
     G = H // R
-    b = tl.program_id(0) % blocks
-    sequence = tl.program_id(0) // blocks
-    sequences = tl.num_programs(0) // blocks
-    bg = tl.program_id(1).to(tl.int64)
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    count = (tl.minimum(blocks, b + lags + 1) - b - 1) * tiles
-    if DOCUMENTS:
-        edge = (sequence * blocks + b + 1) * tiles * C
-        count = tl.minimum(count, tl.cdiv(tl.load(end_S + edge - 1) - edge, C))
-    dmap_KK = tl.zeros([K, K], tl.float32)
-    pairs, own = first_pair(blocks - 1, blocks, lags), first_pair(b, blocks, lags)
-    for i in tl.range(0, tl.maximum(count, 0) * R, num_stages=STAGES):
-        bh = bg // G * H + bg % G * R + i % R
-        row = (((bh * sequences + sequence) * pairs + own) * tiles + i // R) * C
-        v_CK = tl.load(tile(versions, row, K, row_C, key_K))
-        dv_CK = tl.load(tile(dversions, row, K, row_C, key_K))
-        dmap_KK = tl.dot(tl.trans(v_CK), dv_CK, dmap_KK)
-    dmap_row = (bg * tl.num_programs(0) + tl.program_id(0)) * K
-    if to_end is not None:
-        behind_KK = tl.load(tile(to_end, dmap_row, K, key_K, key_K)).to(LOW)
-        d_KK = tl.load(tile(dproducts, dmap_row, K, key_K, key_K))
-        dmap_KK = tl.dot(tl.trans(behind_KK), d_KK, dmap_KK)
-    tl.store(tile(dmaps, dmap_row, K, key_K, key_K), dmap_KK.to(dmaps.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=VARYING)
-def span_gradient_kernel(
-    maps, k_carried, dk_far, dspan_maps, dproducts, S, span_tiles,
-    K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr,
-):  # fmt: skip
-    """Rows of the gradients of P_{L-1} ... P_t for every tile t of a span, from those of the whole
-    product and of the keys at the span's right edge."""
-    m, row_R = part(ROWS, K)
-    bg = tl.program_id(1).to(tl.int64)
-    row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    span_row = (bg * (S // (span_tiles * C)) + m) * K
-    d_RK = tl.load(tile(dspan_maps, span_row, K, row_R, key_K)).to(tl.float32)
-    for i in range(span_tiles):
-        n = bg * (S // C) + m * span_tiles + i
-        tl.store(tile(dproducts, n * K, K, row_R, key_K), d_RK.to(LOW))
-        map_KK = tl.load(tile(maps, n * K, K, key_K, key_K)).to(LOW)
-        d_RK = tl.dot(d_RK.to(LOW), tl.trans(map_KK))
-        dk_CR = tl.load(tile(dk_far, n * C, K, row_C, row_R))
-        k_CK = tl.load(tile(k_carried, n * C, K, row_C, key_K)).to(LOW)
-        d_RK = tl.dot(tl.trans(dk_CR), k_CK, d_RK)
+    even = j % 2 == 0
+    begin = tl.where(even, j + 1, j - 1) << level
+    end = begin + (1 << level)
+    if even:
+        # As far as the documents of what lies before the node.
+        end = tl.minimum(end, tl.where(j > 0, tiles, 0))
+        if DOCUMENTS:
+            edge = tl.maximum(j << level, 1) * C
+            end = tl.minimum(end, tl.cdiv(tl.load(end_S + edge - 1), C))
+        own = query_version(begin, level, reach)
+    else:
+        edge = (j + 1) << level
+        end = tl.where(edge < tiles, end, 0)
+        if DOCUMENTS:
+            first_c = tl.load(start_S + tl.minimum(edge, tiles - 1) * C) // C
+            begin = tl.maximum(begin, first_c)
+        own = key_version(begin, level, reach)
+    shared = tl.where(even, R, 1)
+    head = tl.where(even, bg // G * H + bg % G * R, bg)
+    left = tl.where(even, q_versions, dk_versions)
+    right = tl.where(even, dq_versions, k_versions)
+    d_RK = tl.zeros([ROWS, K], tl.float32)
+    for i in tl.range(0, tl.maximum(end - begin, 0) * shared, num_stages=STAGES):
+        tile_row = ((head + i % shared) * versions + first + own + i // shared) * C
+        left_CR = tl.load(tile(left, tile_row, K, row_C, row_R))
+        right_CK = tl.load(tile(right, tile_row, K, row_C, key_K))
+        d_RK = tl.dot(tl.trans(left_CR), right_CK, d_RK)
+    row += bg * nodes
+    if j // 2 < parents:
+        parent = row + (tiles >> level) + j // 2
+        if even:
+            sibling_KR = tl.load(tile(maps, (row + j + 1) * K, K, key_K, row_R)).to(LOW)
+            dparent_KK = tl.load(tile(dmaps, parent * K, K, key_K, key_K))
+            d_RK = tl.dot(tl.trans(sibling_KR), dparent_KK, d_RK)
+        else:
+            sibling_KK = tl.load(tile(maps, (row + j - 1) * K, K, key_K, key_K)).to(LOW)
+            dparent_RK = tl.load(tile(dmaps, parent * K, K, row_R, key_K))
+            d_RK = tl.dot(dparent_RK, tl.trans(sibling_KK), d_RK)
+    tl.store(tile(dmaps, (row + j) * K, K, row_R, key_K), d_RK.to(dmaps.dtype.element_ty))

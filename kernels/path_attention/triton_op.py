@@ -18,6 +18,7 @@ from mixtron.kernels.path_attention.triton_carry import (
     carry,
     carry_gradients,
     factors_of,
+    query_bytes,
     workspace_bytes,
 )
 from mixtron.kernels.path_attention.triton_forward import forward_kernel
@@ -35,6 +36,9 @@ from mixtron.kernels.triton_tools import INTERPRETED, check_takes, product_dtype
 
 WORKSPACE_BYTES = 2**30
 """Of what is in memory at once beyond inputs and results; heads are taken in pieces that fit."""
+KEEP_MAPS = False
+KEPT_BYTES = 0
+"""Up to which queries in versions are kept for backward, which makes them again beyond."""
 LOG2_E = 1.4426950408889634
 DELTA_WARPS = 4
 launch_forward, launch_delta = Launched(forward_kernel), Launched(delta_kernel)
@@ -85,27 +89,30 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, w, beta, log_forget, scale, cu_seqlens, max_seqlen):  # type: ignore[override]
         # Not the contiguous copies are kept, but what they are copies of: the layer keeps it too.
         inputs = Inputs(q, k, v, log_forget).contiguous()
-        layout = inputs.layout(w is not None, cu_seqlens, max_seqlen)
+        layout = inputs.layout(cu_seqlens, max_seqlen)
         gates, factors = inputs.gates(layout), None
         if w is not None:
-            factors = factors_of(w.contiguous(), beta.contiguous(), layout)
+            size = query_bytes(layout, q.shape[3]) * q.shape[0] * q.shape[2]
+            keep = size <= KEPT_BYTES and any(ctx.needs_input_grad)
+            of_maps = w.contiguous(), beta.contiguous()
+            factors = factors_of(inputs.q, *of_maps, layout, keep, KEEP_MAPS)
         o_BTHV, lse_BHS = q.new_empty(*q.shape[:3], v.shape[3]), _rows(q, layout)
         for rows, groups in pieces(inputs, layout, factors):
             heads = inputs.heads_of(groups)
-            piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale)
+            piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale, False)
             attend(piece, o_BTHV[rows, :, heads], lse_BHS[rows, heads])
-        kept = (None, None, None) if factors is None else vars(factors).values()
+        kept = (None,) * 7 if factors is None else vars(factors).values()
         ctx.save_for_backward(q, k, v, log_forget, *kept, o_BTHV, lse_BHS, cu_seqlens)
         ctx.options = scale, max_seqlen
         return o_BTHV
 
     @staticmethod
     def backward(ctx, do_BTHV):  # type: ignore[override]
-        *saved, w, beta, L, o_BTHV, lse_BHS, cu_seqlens = ctx.saved_tensors
+        *saved, o_BTHV, lse_BHS, cu_seqlens = ctx.saved_tensors
         scale, max_seqlen = ctx.options
-        inputs, do_BTHV = Inputs(*saved).contiguous(), do_BTHV.contiguous()
-        factors = None if w is None else Factors(w, beta, L)
-        layout = inputs.layout(factors is not None, cu_seqlens, max_seqlen)
+        inputs, do_BTHV = Inputs(*saved[:4]).contiguous(), do_BTHV.contiguous()
+        factors = None if saved[4] is None else Factors(*saved[4:])
+        layout = inputs.layout(cu_seqlens, max_seqlen)
         delta_BHS, less_BHS = _rows(inputs.q, layout), _rows(inputs.q, layout)
         gates, gradients, ds = inputs.gates(layout), Gradients.empty(inputs, factors), None
         until_BHS = None if gates is None else gates.tokens_4BHS[2]
@@ -116,19 +123,18 @@ class _Attention(torch.autograd.Function):
             V=V, C=layout.tile, GATE=gates is not None, num_warps=DELTA_WARPS,
         )  # fmt: skip
         if gates is not None:
-            columns_3BHS = lse_BHS.new_empty(1 if factors is None else 3, *lse_BHS.shape)
-            ds = torch.empty_like(lse_BHS), columns_3BHS
+            parts = 1 if factors is None else layout.levels + 1
+            ds = torch.empty_like(lse_BHS), lse_BHS.new_empty(parts, *lse_BHS.shape)
         for rows, groups in pieces(inputs, layout, factors):
             heads = inputs.heads_of(groups)
             of_rows = (x[rows, heads] for x in (lse_BHS, delta_BHS, less_BHS))
             own = None if ds is None else (ds[0][rows, heads], ds[1][:, rows, heads])
-            piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale)
+            piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale, True)
             of_rows = do_BTHV[rows, :, heads], *of_rows
             attend_backward(piece, *of_rows, gradients.part(inputs, rows, groups), own)
         if inputs.log_forget is not None and ds is not None:
-            ds_BHS = ds[0] - ds[1].sum(0)
             bounds = layout.start_S, layout.end_S
-            gradients.log_forget = gate_gradient(ds_BHS, inputs.log_forget, *bounds)
+            gradients.log_forget = gate_gradient(*ds, T, *bounds)
         return *vars(gradients).values(), None, None, None
 
 
@@ -158,9 +164,9 @@ class Inputs:
         block = launch_plan(self.q.device).block
         return gate_sums(self.log_forget, layout.S, layout.tile, block)
 
-    def layout(self, maps: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
+    def layout(self, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
         _, T, H, _ = self.q.shape
-        return layout_of(T, H, launch_plan(self.q.device).tile, maps, cu_seqlens, max_seqlen)
+        return layout_of(T, H, launch_plan(self.q.device).tile, cu_seqlens, max_seqlen)
 
 
 @dataclass
@@ -202,7 +208,8 @@ def pieces(inputs: Inputs, layout: Layout, factors: Factors | None) -> list[tupl
     if factors is None:
         return [(slice(0, B), slice(0, G))]
     shared = inputs.q.shape[2] // G
-    fits = max(1, WORKSPACE_BYTES // workspace_bytes(layout, inputs.q.shape[3], shared))
+    kept = factors.q is not None
+    fits = max(1, WORKSPACE_BYTES // workspace_bytes(layout, inputs.q.shape[3], shared, kept))
     rows, groups = _even(B, max(1, fits // G)), _even(G, fits)
     return [
         (slice(b, min(b + rows, B)), slice(g, min(g + groups, G)))
@@ -236,13 +243,15 @@ class Piece:
         groups: slice,
         layout: Layout,
         scale: float,
+        backward: bool,
     ) -> "Piece":
+        heads = inputs.heads_of(groups)
         if gates is not None:
-            gates = gates.part(rows, inputs.heads_of(groups))
+            gates = gates.part(rows, heads)
         inputs, carried = inputs.part(rows, groups), None
         if factors is not None:
-            factors = factors.part(rows, groups)
-            carried = carry(inputs.q, inputs.k, factors, scale, layout)
+            factors = factors.part(rows, groups, heads)
+            carried = carry(inputs.q, inputs.k, factors, scale, layout, backward)
         return Piece(inputs, factors, gates, carried, layout, scale)
 
     def grid(self, heads: int) -> tuple[int, int]:
@@ -253,14 +262,14 @@ class Piece:
         x, layout, carried = self.inputs, self.layout, self.carried
         H, (G, V) = x.q.shape[2], x.v.shape[2:]
         if carried is None:
-            operands = [x.q, None, None, x.k, None, x.v, None]
+            operands = [x.q, x.k, x.v, None]
         else:
-            queries, keys = (carried.q_near, carried.q_far), (carried.k, carried.k_far)
-            operands = [None, *queries, *keys, x.v, carried.logits]
+            operands = [carried.q, carried.k, x.v, carried.logits]
         sums = totals = None
         if self.gates is not None:
             sums, totals = self.gates.tokens_4BHS, self.gates.blocks_BHN
-        sizes = [self.scale * LOG2_E, x.q.shape[1], layout.S, layout.span, layout.lags]
+        sizes = [self.scale * LOG2_E, x.q.shape[1], layout.S]
+        sizes += [layout.tiles, layout.levels, layout.reach, layout.versions, layout.nodes]
         sizes += [0 if sums is None else sums.stride(0), layout.heads, H]
         options = {
             "R": H // G,
@@ -295,36 +304,34 @@ def attend_backward(
     ds: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Writes the gradients of a piece's inputs, but the gate's; with a gate the sums of ds over
-    rows [B, H, S], and over columns in one or three parts [1 or 3, B, H, S]."""
+    rows [B, H, S], and over columns in parts [parts, B, H, S]."""
     plan, carried, gradients = launch_plan(do_BTHV.device), piece.carried, None
     if carried is not None:
         gradients = CarriedGradients.empty(carried)
-    rows_BHS, columns_3BHS = (None, None) if ds is None else ds
+    rows_BHS, columns_PBHS = (None, None) if ds is None else ds
     of_rows = do_BTHV, lse_BHS, delta_BHS
 
     operands, sizes, options = piece.arguments(plan.keys)
-    dk, dk_far = (found.k, None) if gradients is None else (gradients.k, gradients.k_far)
+    dk = [found.k, None] if gradients is None else [gradients.k_right, gradients.k]
     launch_keys(
         piece.grid(found.k.shape[2]),
         *operands,
         piece.layout.end_S,
-        None if carried is None else carried.to_end,
+        None if carried is None else carried.maps,
         *of_rows,
         less_BHS,
-        dk,
-        dk_far,
+        *dk,
         found.v,
-        columns_3BHS,
+        columns_PBHS,
         *sizes,
         **options,
     )
     operands, sizes, options = piece.arguments(plan.queries)
-    versions = [None, None, found.q, None, None, None]
+    versions = [None, found.q, None, None]
     if carried is not None and gradients is not None:
-        versions = [carried.maps, carried.span_maps, gradients.q_carried]
-        versions += [gradients.q_near, gradients.q_far, gradients.logits]
+        versions = [carried.maps, gradients.q_left, gradients.q, gradients.logits]
     grid = piece.grid(found.q.shape[2])
-    launch_queries(grid, *operands, *of_rows, *versions, rows_BHS, columns_3BHS, *sizes, **options)
+    launch_queries(grid, *operands, *of_rows, *versions, rows_BHS, columns_PBHS, *sizes, **options)
     if piece.factors is not None:
         assert carried is not None
         assert gradients is not None

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixtron.kernels.path_attention.segment import documents
+from mixtron.kernels.recurrence import once
 
 
 @dataclass(frozen=True)
@@ -60,41 +61,64 @@ def launch_plan(device: torch.device) -> Plan:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tokens are cut."""
+    """How the tokens are cut, and the tree of their tiles (triton_tree.py)."""
 
     heads: int
     """Query heads of a row of the inputs, which pieces of them are views of."""
     tile: int
-    span: int
-    """Tiles in a span."""
-    lags: int
-    """How many spans back a document reaches at most."""
     S: int
-    """Tokens, filled up to whole tiles, or with maps to whole spans."""
+    """Tokens, filled up to whole tiles."""
+    reach: int
+    """How many tiles two tokens of a document are apart at most."""
     start_S: Tensor | None
     """[S] int32: where each token's document starts; None: one document a row."""
     end_S: Tensor | None
 
+    @property
+    def tiles(self) -> int:
+        return self.S // self.tile
 
-def span_tiles(tokens: int, C: int) -> int:
-    """Tiles in a span, a power of 2 near the root of their number: a query has a version for about
-    half the tiles of its span and for about half the spans."""
-    tiles = max(1, -(-tokens // C))
-    return 2 ** ((tiles.bit_length() - 1) // 2)
+    @property
+    def levels(self) -> int:
+        """Levels that have a pair of siblings with queries and keys of one document."""
+        return (self.tiles - 1).bit_length() if self.reach else 0
+
+    @property
+    def crossed_levels(self) -> int:
+        """Levels whose nodes have queries and keys of one document on both sides."""
+        return sum(2 << n < self.tiles and 1 << n < self.reach for n in range(self.levels))
+
+    @property
+    def versions(self) -> int:
+        """Room for tiles of queries, and of keys, in versions."""
+        return sum(self.versions_at(n) for n in range(self.levels))
+
+    def versions_at(self, level: int) -> int:
+        pairs = (((self.tiles - 1) >> level) + 1) // 2
+        return pairs * min(1 << level, self.reach)
+
+    @property
+    def nodes(self) -> int:
+        """Of which all tiles are there."""
+        return sum(self.tiles >> n for n in range(max(1, self.levels)))
 
 
 def layout_of(
-    T: int, heads: int, C: int, maps: bool, cu_seqlens: Tensor | None, max_seqlen: int | None
+    T: int, heads: int, C: int, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> Layout:
+    S = -(-T // C) * C
     longest = T if max_seqlen is None else min(max_seqlen, T)
-    span = span_tiles(longest, C) if maps else 1
-    S = -(-T // (span * C)) * span * C
-    # Two tokens of a document are at most longest - 1 apart, those of spans a lag of n apart at
-    # least (n - 1) span C + 1.
-    lags = min((longest - 2) // (span * C) + 1, S // (span * C) - 1) if longest > 1 else 0
+    # Two tokens of a document are at most longest - 1 apart, those of tiles n apart at least
+    # (n - 1) C + 1.
+    reach = min((longest - 2) // C + 1, S // C - 1) if longest > 1 else 0
     start_S = end_S = None
     if cu_seqlens is not None:
-        bounds = F.pad(cu_seqlens.long(), (0, 1), value=S)
-        document_S = documents(cu_seqlens, S, 0, cu_seqlens.device)
-        start_S, end_S = bounds[document_S - 1].int(), bounds[document_S].int()
-    return Layout(heads, C, span, lags, S, start_S, end_S)
+        start_S, end_S = once(cu_seqlens, ("bounds", S), lambda: _bounds(cu_seqlens, S))
+    return Layout(heads, C, S, reach, start_S, end_S)
+
+
+def _bounds(cu_seqlens: Tensor, S: int) -> tuple[Tensor, Tensor]:
+    """[S] int32 each: where every token's document starts and ends."""
+    bounds = F.pad(cu_seqlens.long(), (0, 1), value=S)
+    document_S = documents(cu_seqlens, S, 0, cu_seqlens.device)
+    return bounds[document_S - 1].int(), bounds[document_S].int()

@@ -8,18 +8,20 @@ import triton.language as tl
 
 from mixtron.kernels.path_attention.triton_backward import block_sum
 from mixtron.kernels.path_attention.triton_forward import LOG2_E, VARYING
-from mixtron.kernels.path_attention.triton_maps import far_row, near_row, reach
-from mixtron.kernels.path_attention.triton_tiles import longest_first
+from mixtron.kernels.path_attention.triton_tiles import longest_first, lower
+from mixtron.kernels.path_attention.triton_tree import (
+    first_tile,
+    key_version,
+    query_version,
+    versions_at,
+)
 from mixtron.kernels.triton_tools import tile
 
 
 @triton.jit(do_not_specialize=VARYING)
 def query_kernel(
     q,
-    q_near,
-    q_far,
     k,
-    k_far,
     v_BTGV,
     logits,
     gates,
@@ -29,18 +31,19 @@ def query_kernel(
     lse_BHS,
     delta_BHS,
     maps,
-    span_maps,
     dq,
-    dq_near,
-    dq_far,
+    dq_versions,
     dlogits,
     rows_BHS,
-    columns_3BHS,
+    columns_PBHS,
     scale,
     T,
     S,
-    span_tiles,
-    lags,
+    tiles,
+    levels,
+    reach,
+    versions,
+    nodes,
     plane,
     heads,
     H,
@@ -58,10 +61,9 @@ def query_kernel(
     """A tile of C queries of one head: their gradient, and with a gate the sums of ds over rows.
 
     With maps the gradient of the tile's queries at its left edge, that of the logits inside the
-    tile (and with a gate its sums over columns), and in place of each version's own gradient what
-    its map is multiplied by for it:
-    v_b = v_{b+1} P_{b+1}, so that dv_{b+1} = own + dv_b P_{b+1}^T. Hence the way from the farthest
-    keys to the nearest.
+    tile (and with a gate its sums over columns), and in place of each version's own gradient that
+    of the next one, v' = v P: dv = own + dv' P^T. Hence the way from the farthest keys to the
+    nearest.
     """
     turn, bh = longest_first()
     a = tl.num_programs(0) - 1 - turn
@@ -84,13 +86,8 @@ def query_kernel(
         # In all of a query's logits are the gates from its tile's left edge to it.
         lse_C -= tl.load(gates + bh * S + t_C)
     delta_C = tl.load(delta_BHS + bh * S + t_C)
-    if MAPS:
-        keys = k + (b * G + g) * S * K
-        k_row = K
-        q_CK = tl.zeros([C, K], PRODUCT)
-    else:
-        keys = k + b * T * groups * K + g * K
-        k_row = groups * K
+    keys = k + b * T * groups * K + g * K
+    if not MAPS:
         q_tile = tile(q + h * K, b * T + a * C, heads * K, row_C, key_K)
         q_CK = tl.load(q_tile, inside_C1, 0.0).to(PRODUCT)
     dq_CK = tl.zeros([C, K], tl.float32)
@@ -102,9 +99,10 @@ def query_kernel(
         v_BV = tl.load(tile(v, first, groups * V, column, value_V), within_B1, 0.0).to(PRODUCT)
         if MAPS:
             pair = tile(logits + i * BLOCK, bh * S + a * C, C, row_C, column)
-            s_CB = tl.load(pair).to(tl.float32) * LOG2_E
+            below_CB = lower(row_C, i * BLOCK + column, C)
+            s_CB = tl.load(pair, below_CB, 0.0).to(tl.float32) * LOG2_E
         else:
-            k_BK = tl.load(tile(keys, first, k_row, column, key_K), within_B1, 0.0).to(PRODUCT)
+            k_BK = tl.load(tile(keys, first, groups * K, column, key_K), within_B1, 0.0).to(PRODUCT)
             s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
         if GATE:
             s_CB -= tl.load(gates + bh * S + u_B)[None, :]
@@ -114,9 +112,9 @@ def query_kernel(
         sum_C += tl.sum(ds_CB, 1)
         if MAPS:
             pair = tile(dlogits + i * BLOCK, bh * S + a * C, C, row_C, column)
-            tl.store(pair, ds_CB.to(dlogits.dtype.element_ty))
+            tl.store(pair, ds_CB.to(dlogits.dtype.element_ty), below_CB)
             if GATE:
-                tl.store(columns_3BHS + 2 * plane + bh * S + u_B, tl.sum(ds_CB, 0))
+                tl.store(columns_PBHS + levels * plane + bh * S + u_B, tl.sum(ds_CB, 0))
         else:
             dq_CK = tl.dot(ds_CB.to(PRODUCT), k_BK, dq_CK)
 
@@ -129,42 +127,36 @@ def query_kernel(
         after, total = gates + 3 * plane + bh * S, totals + bh * (S // BLOCK)
         between = block_sum(total, low // BLOCK, a * (C // BLOCK))
     if MAPS:
-        near, far = reach(start_S, a, span_tiles, lags, C, DOCUMENTS)
-        span, t = a // span_tiles, a % span_tiles
-        keys = k_far + (b * G + g) * S * K
-        map_row = ((b * G + g) * (S // (span_tiles * C)) + span - far) * K
-        for i in range(far):
-            own = far_row(bh, a, span - far + i, S, span_tiles, lags, C)
-            q_CK = tl.load(tile(q_far, own, K, row_C, key_K)).to(PRODUCT)
-            tl.store(tile(dq_far, own, K, row_C, key_K), dq_CK.to(dq_far.dtype.element_ty))
-            map_KK = tl.load(tile(span_maps, map_row + i * K, K, key_K, key_K)).to(PRODUCT)
-            dq_CK = tl.dot(dq_CK.to(PRODUCT), tl.trans(map_KK))
-            lo = (span - far + i) * span_tiles * C
-            dq_CK, sum_C, between = _walk_keys(
-                dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, start_C,
-                keys, v, after, total, tl.maximum(lo, low), lo + span_tiles * C, 1.0 * LOG2_E,
-                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-            )  # fmt: skip
-        keys = k + (b * G + g) * S * K
-        map_row = ((b * G + g) * (S // C) + a - near) * K
-        for i in range(near):
-            own = near_row(bh, a, t - near + i, S, span_tiles, C)
-            q_CK = tl.load(tile(q_near, own, K, row_C, key_K)).to(PRODUCT)
-            tl.store(tile(dq_near, own, K, row_C, key_K), dq_CK.to(dq_near.dtype.element_ty))
-            map_KK = tl.load(tile(maps, map_row + i * K, K, key_K, key_K)).to(PRODUCT)
-            dq_CK = tl.dot(dq_CK.to(PRODUCT), tl.trans(map_KK))
-            lo = (a - near + i) * C
-            dq_CK, sum_C, between = _walk_keys(
-                dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, start_C,
-                keys, v, after, total, tl.maximum(lo, low), lo + C, 1.0 * LOG2_E,
-                k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
-            )  # fmt: skip
+        first_a = first_tile(start_S, a, C, DOCUMENTS)
+        own, map_row = versions, nodes
+        for i in range(levels):
+            level = levels - 1 - i
+            own -= versions_at(level, tiles, reach)
+            map_row -= tiles >> level
+            edge = (a >> level) << level
+            before = edge - (1 << level)
+            if ((a >> level) % 2 == 1) & (first_a < edge):
+                version = (bh * versions + own + query_version(a, level, reach)) * C
+                q_CK = tl.load(tile(q, version, K, row_C, key_K)).to(PRODUCT)
+                if first_a < before:
+                    dq_tile = tile(dq_versions, version, K, row_C, key_K)
+                    tl.store(dq_tile, dq_CK.to(dq_versions.dtype.element_ty))
+                    node = (b * G + g) * nodes + map_row + (a >> level) - 1
+                    map_KK = tl.load(tile(maps, node * K, K, key_K, key_K)).to(PRODUCT)
+                    dq_CK = tl.dot(dq_CK.to(PRODUCT), tl.trans(map_KK))
+                row_0 = own + key_version(edge - 1, level, reach) - (edge - 1)
+                keys_0 = k + ((b * G + g) * versions + row_0) * C * K
+                dq_CK, sum_C, between = _walk_keys(
+                    dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, start_C,
+                    keys_0, v, after, total, tl.maximum(before * C, low), edge * C, 1.0 * LOG2_E,
+                    K, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+                )  # fmt: skip
         tl.store(tile(dq, bh * S + a * C, K, row_C, key_K), dq_CK.to(dq.dtype.element_ty))
     else:
         dq_CK, sum_C, between = _walk_keys(
             dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, start_C,
             keys, v, after, total, low, a * C, scale,
-            k_row, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
+            groups * K, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
         )  # fmt: skip
         dq_tile = tile(dq + h * K, b * T + a * C, heads * K, row_C, key_K)
         tl.store(dq_tile, (dq_CK * (scale / LOG2_E)).to(dq.dtype.element_ty), inside_C1)

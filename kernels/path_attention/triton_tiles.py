@@ -65,6 +65,19 @@ def part(ROWS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def lower(row, column, C: tl.constexpr):
+    """[rows, columns]: which entries of a lower triangle C x C are in memory: all but its upper
+    right quarter."""
+    return (row >= C // 2)[:, None] | (column < C // 2)[None, :]
+
+
+@triton.jit
+def upper(row, column, C: tl.constexpr):
+    """The same of an upper triangle."""
+    return (row < C // 2)[:, None] | (column >= C // 2)[None, :]
+
+
+@triton.jit
 def upto(start_S, first, row_R, C: tl.constexpr, DOCUMENTS: tl.constexpr):
     """[rows, C]: the row's token is the column's or a later one of its document."""
     row_C = tl.arange(0, C)
@@ -96,7 +109,7 @@ def gram(w_row, w_column, beta_column, start_row, first_row, first_column, C: tl
     return tl.where(seen_CC, A_CC, 0.0)
 
 
-VARYING = ("T", "heads", "H", "groups", "G")
+VARYING = ("T", "heads", "H", "groups", "G", "nodes")
 """Of which no value is worth a compilation of its own. Inputs and their gradients have `heads`
 query or `groups` key/value heads a row, of which H and G are taken; R = H / G."""
 
@@ -131,7 +144,6 @@ def inverse_kernel(
     w2_tile = tile(w, first + HALF, G * K, row_H, key_K)
     w2_HK = tl.load(w2_tile, (t2_H < T)[:, None], 0.0).to(FINE)
     tl.store(tile(w_fine, own + HALF, K, row_H, key_K), w2_HK)
-    tl.store(tile(L + HALF, own, C, row_H, row_H), tl.zeros([HALF, HALF], FINE))
     A1_HH = gram(w1_HK, w1_HK, beta1_H, start1_H, n * C, n * C, HALF).to(FINE)
     A21_HH = gram(w2_HK, w1_HK, beta1_H, start2_H, middle, n * C, HALF).to(FINE)
     A2_HH = gram(w2_HK, w2_HK, beta2_H, start2_H, middle, middle, HALF).to(FINE)
@@ -143,36 +155,9 @@ def inverse_kernel(
     tl.store(tile(L, own + HALF, C, row_H, row_H), (-tl.dot(L2_HH, A21_HH)).to(FINE))
 
 
-@triton.jit(do_not_specialize=VARYING)
-def solve_kernel(
-    k, w, beta, start_S, L, XT, k_carried, k_exact, T, S, groups, G,
-    K: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, FINE: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):  # fmt: skip
-    """X^T of a tile, and its keys carried to the right edge (twice: as attention reads them, and
-    for another product)."""
-    n, row_R = part(ROWS, C)
-    bg = tl.program_id(1).to(tl.int64)
-    b, g = bg // G, bg % G
-    row_C, key_K = tl.arange(0, C), tl.arange(0, K)
-    inside_R1 = (n * C + row_R < T)[:, None]
-    own = bg * S + n * C
-    w_CK = tl.load(tile(w, own, K, row_C, key_K))
-    k_tile = tile(k + g * K, b * T + n * C, groups * K, row_R, key_K)
-    BT_RC = tl.dot(tl.load(k_tile, inside_R1, 0.0).to(FINE), tl.trans(w_CK))
-    BT_RC = tl.where(before(start_S, n * C, row_R, C, DOCUMENTS), BT_RC, 0.0).to(FINE)
-    XT_RC = tl.dot(BT_RC, tl.trans(tl.load(tile(L, own, C, row_C, row_C))))
-    tl.store(tile(XT, own, C, row_R, row_C), XT_RC.to(FINE))
-    beta_C = tl.load(beta + own + row_C)
-    k_RK = tl.dot((XT_RC * -beta_C[None, :]).to(FINE), w_CK)
-    k_RK += tl.load(k_tile, inside_R1, 0.0).to(tl.float32)
-    tl.store(tile(k_carried, own, K, row_R, key_K), k_RK.to(k_carried.dtype.element_ty))
-    tl.store(tile(k_exact, own, K, row_R, key_K), k_RK.to(FINE))
-
-
-@triton.jit
+@triton.jit(do_not_specialize=("nodes",))
 def map_kernel(
-    w, beta, L, Y, maps, S,
+    w, beta, L, Y, maps, S, nodes,
     K: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """Columns of a tile's Y and P."""
@@ -183,10 +168,11 @@ def map_kernel(
     row_C, key_K = tl.arange(0, C), tl.arange(0, K)
     own = bg * S + n * C
     w_CE = tl.load(tile(w, own, K, row_C, column_E))
-    Y_CE = tl.dot(tl.load(tile(L, own, C, row_C, row_C)), w_CE)
+    L_CC = tl.load(tile(L, own, C, row_C, row_C), lower(row_C, row_C, C), 0.0)
+    Y_CE = tl.dot(L_CC, w_CE)
     tl.store(tile(Y, own, K, row_C, column_E), Y_CE.to(FINE))
     Y_CE = (Y_CE * -tl.load(beta + own + row_C)[:, None]).to(FINE)
     w_CK = tl.load(tile(w, own, K, row_C, key_K))
     map_KE = tl.where(key_K[:, None] == column_E[None, :], 1.0, 0.0)
     map_KE = tl.dot(tl.trans(w_CK), Y_CE, map_KE)
-    tl.store(tile(maps, (bg * (S // C) + n) * K, K, key_K, column_E), map_KE.to(FINE))
+    tl.store(tile(maps, (bg * nodes + n) * K, K, key_K, column_E), map_KE.to(FINE))

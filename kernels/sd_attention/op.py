@@ -15,7 +15,7 @@ def sd_attention(
     k_THK: Tensor,
     v_THV: Tensor,
     d_TH: Tensor,
-    lengths: list[int],
+    lengths: list[int] | None,
     cu_seqlens: Tensor,
     *,
     scale: float,
@@ -29,7 +29,7 @@ def sd_attention(
         q_THK, k_THK  [T, H, K]  fp64, fp32, bf16 or fp16; v has the same dtype.
         v_THV         [T, H, V]  V at most 2K on a GPU in bf16 and fp16.
         d_TH          [T, H]     >= 0, fp32 or fp64.
-        lengths       the documents' lengths on the host; they sum to T.
+        lengths       the documents' lengths on the host; they sum to T. The triton form reads none.
         cu_seqlens    [N+1] int32 on the device, may be padded by repeating T.
         scale         positive.
         backend       "blockwise" on any device (on a GPU in bf16 and fp16 by FlashAttention),
@@ -38,29 +38,31 @@ def sd_attention(
         [T, H, V] in v's dtype. Memory is linear in T, forward and backward, and nothing waits for
         the device.
     Raises:
-        ValueError: shapes, dtypes or widths that do not fit.
+        ValueError: shapes, dtypes or widths that do not fit, or no lengths.
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r}, expected one of {', '.join(get_args(Backend))}")
-    _check(q_THK, k_THK, v_THV, d_TH, lengths)
+    _check(q_THK, k_THK, v_THV, d_TH)
     if backend == "triton":
         triton_op.check(q_THK, v_THV, scale)
         return triton_op.TritonSDAttention.apply(  # type: ignore[return-value]
             q_THK, k_THK, v_THV, d_TH, cu_seqlens, scale
         )
+    if lengths is None:
+        raise ValueError(f"lengths is None: backend={backend!r} reads them on the host")
+    if sum(lengths) != len(q_THK):
+        raise ValueError(f"documents of {sum(lengths)} tokens do not fit q of {len(q_THK)}")
     _check_flash_widths(q_THK, v_THV)
     return _SDAttention.apply(q_THK, k_THK, v_THV, d_TH, lengths, cu_seqlens, scale)  # type: ignore[return-value]
 
 
-def _check(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, d_TH: Tensor, lengths: list[int]) -> None:
+def _check(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, d_TH: Tensor) -> None:
     T, H, _ = q_THK.shape
     if k_THK.shape != q_THK.shape or v_THV.shape[:2] != (T, H) or d_TH.shape != (T, H):
         raise ValueError(
             f"q {list(q_THK.shape)}, k {list(k_THK.shape)}, v {list(v_THV.shape)} and "
             f"d {list(d_TH.shape)} do not fit: expected [T, H, K] twice, [T, H, V] and [T, H]"
         )
-    if sum(lengths) != T:
-        raise ValueError(f"documents of {sum(lengths)} tokens do not fit q of {T}")
     if d_TH.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"d_TH is {d_TH.dtype}, expected fp32 or fp64")
 

@@ -26,22 +26,30 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, joined):
         ctx.save_for_backward(joined)
-        joined = joined.contiguous()
-        F = joined.shape[-1] // 2
-        y = joined.new_empty(*joined.shape[:-1], F)
-        if y.numel():
-            forward(_grid(joined), joined, y, F=F, BLOCK=BLOCK, num_warps=4)
-        return y
+        return activate(joined.contiguous())
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
         (joined,) = ctx.saved_tensors
-        joined, dy = joined.contiguous(), dy.contiguous()
-        djoined = torch.empty_like(joined)
-        if dy.numel():
-            F = dy.shape[-1]
-            backward(_grid(joined), joined, dy, djoined, F=F, BLOCK=BLOCK, num_warps=4)
-        return djoined
+        return gradient(joined.contiguous(), dy.contiguous())
+
+
+def activate(joined: Tensor) -> Tensor:
+    F = joined.shape[-1] // 2
+    y = joined.new_empty(*joined.shape[:-1], F)
+    if y.numel():
+        forward(_grid(joined), joined, y, F=F, BLOCK=BLOCK, num_warps=4)
+    return y
+
+
+def gradient(joined: Tensor, dy: Tensor, y: Tensor | None = None) -> Tensor:
+    """Of dense tensors; fills `y`, perhaps dy itself, with the output again if it is given."""
+    djoined = torch.empty_like(joined)
+    if dy.numel():
+        F = dy.shape[-1]
+        options = {"F": F, "BLOCK": BLOCK, "AGAIN": y is not None}
+        backward(_grid(joined), joined, dy, djoined, y, **options, num_warps=4)
+    return djoined
 
 
 def _grid(joined: Tensor) -> tuple[int, int]:
@@ -61,7 +69,9 @@ def forward_kernel(joined, y, F: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(joined, dy, djoined, F: tl.constexpr, BLOCK: tl.constexpr):
+def backward_kernel(
+    joined, dy, djoined, y, F: tl.constexpr, BLOCK: tl.constexpr, AGAIN: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < F
@@ -74,6 +84,9 @@ def backward_kernel(joined, dy, djoined, F: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(djoined + row, dgate.to(djoined.dtype.element_ty), inside)
     dup = slope * gate * sigmoid
     tl.store(djoined + row + F, dup.to(djoined.dtype.element_ty), inside)
+    if AGAIN:
+        active = gate * sigmoid * up
+        tl.store(y + token * F + channel, active.to(y.dtype.element_ty), inside)
 
 
 forward, backward = Launched(forward_kernel), Launched(backward_kernel)

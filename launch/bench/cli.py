@@ -41,6 +41,20 @@ def step(
 
 
 @app.command()
+def peer(
+    config: Annotated[Path, typer.Argument(help="A run's YAML file; its data are not read.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value ...")] = None,
+    steps: Steps = 6,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 3,
+) -> None:
+    """Another library's model of a config's size: tokens/s and memory of its training step."""
+    from mixtron.launch.bench.peer import bench_peer
+    from mixtron.launch.config import load_config
+
+    bench_peer(load_config(config, overrides), steps, warm_up)
+
+
+@app.command()
 def ops(
     names: Annotated[list[str] | None, typer.Argument(help="Of ops; all by default.")] = None,
 ) -> None:

@@ -30,6 +30,9 @@ class ReadBefore:
         self.samples = [data.read(entry) for entry in data.next(count)]
 
     def next(self, count: int) -> list[int]:
+        return self.upcoming(count)
+
+    def upcoming(self, count: int) -> list[int]:
         return list(range(count))
 
     def read(self, number: int) -> Any:

@@ -58,8 +58,12 @@ class RandomTokens:
         self.drawn = 0
 
     def next(self, count: int) -> list[int]:
-        first, self.drawn = self.drawn, self.drawn + count
-        return list(range(first, self.drawn))
+        plan = self.upcoming(count)
+        self.drawn += count
+        return plan
+
+    def upcoming(self, count: int) -> list[int]:
+        return list(range(self.drawn, self.drawn + count))
 
     def read(self, number: int) -> Sample:
         generator = np.random.default_rng(number)
@@ -170,7 +174,8 @@ def memory_by_part(run: Run) -> list[tuple[str, float, float]]:
         for chunk in run.wrapped
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
     )
-    peak = torch.cuda.max_memory_allocated()
+    recorded = held_by_recordings()
+    peak = torch.cuda.max_memory_allocated() + recorded
     predicted = memory_per_rank(run.config, run.ranks.world_size)
     rows = [
         ("weights", parameter_bytes, predicted["weights"]),
@@ -188,6 +193,13 @@ def memory_by_part(run: Run) -> list[tuple[str, float, float]]:
         ("peak", peak, sum(predicted.values())),
     ]
     return [(name, measured / 2**30, expected / 2**30) for name, measured, expected in rows]
+
+
+def held_by_recordings() -> int:
+    """Bytes that torch counts as free, and that only the replays of recorded layers may use."""
+    segments = torch.cuda.memory_snapshot()
+    private = [s for s in segments if tuple(s["segment_pool_id"]) != (0, 0)]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in private)
 
 
 def report(config: RunConfig, ranks: Ranks, seconds: float) -> str:

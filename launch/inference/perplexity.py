@@ -68,10 +68,11 @@ def perplexity(
             batch = make_batch(
                 [window.stop - window.start], step=EVALUATION_STEP, device=ranks.device
             )
-            loss_BT = forward(
-                loaded.chunk, model, ranks, stream_BT[:, :-1], batch, stream_BT[:, 1:]
-            )
-            total += loss_BT[0, -window.scored :].double().sum()
+            tokens_BT, labels_BT = stream_BT[:, :-1], stream_BT[:, 1:]
+            mask_BT = torch.zeros_like(labels_BT, dtype=torch.bool)
+            mask_BT[:, -window.scored :] = True
+            scored = labels_BT, mask_BT
+            total += forward(loaded.chunk, model, ranks, tokens_BT, batch, *scored).double()
             progress.advance(task, ranks.data_size)
     dist.all_reduce(total, group=ranks.groups.dp)
     nats, tokens = float(total), sum(window.scored for window in every)

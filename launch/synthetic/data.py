@@ -66,8 +66,13 @@ class SyntheticTraining:
 
     def next(self, count: int) -> list[tuple[int, int]]:
         """The next `count` samples, the same on every rank; they count as trained."""
-        first, self.consumed = self.consumed, self.consumed + count
-        return [(0, index) for index in range(first, self.consumed)]
+        plan = self.upcoming(count)
+        self.consumed += count
+        return plan
+
+    def upcoming(self, count: int) -> list[tuple[int, int]]:
+        """What `next` would give; they do not count."""
+        return [(0, index) for index in range(self.consumed, self.consumed + count)]
 
     def read(self, reference: tuple[int, int]) -> SyntheticSample:
         return self._reader[reference[1]]

@@ -62,6 +62,11 @@ class MixerConfig(BaseModel):
         convolution's output. 0: the mixer has none, or keeps it."""
         return 0.0
 
+    def gated_bytes_per_token(self, bytes_per_element: int) -> float:
+        """Of `activation_bytes_per_token`, what training.recompute=[gate] computes again: the gated
+        norm of the output. 0: the mixer has none, or keeps it."""
+        return 0.0
+
     def working_bytes(
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
     ) -> float:

@@ -7,12 +7,16 @@ import torch
 from torch import Tensor
 
 from mixtron.kernels.delta_rule import decay_and_step_size
+from mixtron.kernels.dense import dense
 from mixtron.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
 from mixtron.kernels.norms import (
     add_rms_norm,
+    add_rms_norm_factor,
+    by_token,
+    gated_norm_factor,
     rms_norm,
     rms_norm_reference,
     unit_norm,
@@ -25,7 +29,7 @@ from mixtron.kernels.short_convolution import (
 )
 from mixtron.kernels.softmax_attention import apply_rope
 from mixtron.kernels.split import split, viewed
-from mixtron.kernels.swiglu import swiglu, swiglu_reference
+from mixtron.kernels.swiglu import swiglu, swiglu_factor, swiglu_reference
 
 LENGTHS = [1, 2, 30, 1, 65, 3]
 TOKENS = sum(LENGTHS)
@@ -45,8 +49,13 @@ def cases() -> dict[str, Case]:
     for width, heads in ((128, 3), (96, 1), (1000, 1)):
         found[f"rms_norm {width}"] = norm_case(width, heads, gated=False)
         found[f"gated rms_norm {width}"] = norm_case(width, heads, gated=True)
-    found["add_rms_norm"] = add_case()
+    for adds in (True, False):
+        for factor in (True, False):
+            found[f"add_rms_norm {adds} factor={factor}"] = add_case(adds, factor)
+    found["gated rms_norm factor"] = gated_factor_case()
+    found["swiglu factor"] = swiglu_factor_case()
     found["unit_norm"] = unit_case()
+    found["unit_norm in fp32"] = unit_case(torch.float32)
     for width in (1, 4):
         for silu in (False, True):
             found[f"short_convolution {width} silu={silu}"] = convolution_case(width, silu)
@@ -57,6 +66,7 @@ def cases() -> dict[str, Case]:
     found["decay and step size"] = gates_case()
     found["rope"] = rope_case()
     found["parts of a projection"] = split_case()
+    found["parts in one piece"] = dense_case()
     found["linear_cross_entropy"] = loss_case()
     return found
 
@@ -93,26 +103,61 @@ def norm_case(width: int, heads: int, *, gated: bool) -> Case:
     return Case(inputs, op, reference)
 
 
-def add_case() -> Case:
-    """Rows of two terms, one of them a slice; sum and norm side by side, as one output."""
+def add_case(adds: bool, factor: bool) -> Case:
+    """Rows of one term or two, one of them a slice; sum and a product of the norm side by side, as
+    one output."""
     width = 96
     inputs = {"joined": noise(TOKENS, 1, width + 8), "added": noise(TOKENS, 1, width, seed=1)}
-    inputs["weight"] = (1 + 0.1 * noise(width)).bfloat16().double()
+    inputs["norm"] = (1 + 0.1 * noise(width)).bfloat16().double()
+    inputs["weight"] = (noise(40, width) / 8).bfloat16().double()
 
-    def op(joined, added, weight):
-        found = add_rms_norm(joined[..., 8:], added, weight, 1e-5, backend="triton")
-        return torch.cat(found, dim=-1)
+    def op(joined, added, norm, weight):
+        terms = joined[..., 8:], added if adds else None
+        if factor:
+            normed = add_rms_norm_factor(*terms, norm, 1e-5, backend="triton")
+            product = normed.times(weight, adds=False)
+            (total,) = normed.beside
+        else:
+            total, normed = add_rms_norm(*terms, norm, 1e-5, backend="triton")
+            product = normed @ weight.t()
+        return torch.cat([total, product, added], dim=-1)
 
-    def reference(joined, added, weight):
-        total = joined[..., 8:] + added
-        return torch.cat([total, rms_norm_reference(total, weight, 1e-5)], dim=-1)
+    def reference(joined, added, norm, weight):
+        total = joined[..., 8:] + (added if adds else 0)
+        product = rms_norm_reference(total, norm, 1e-5) @ weight.t()
+        return torch.cat([total, product, added], dim=-1)
 
     return Case(inputs, op, reference)
 
 
-def unit_case() -> Case:
+def gated_factor_case() -> Case:
+    """The gate is a part of a projection, whose gradient is written beside that of the rest."""
+    inputs = {"joined": noise(TOKENS, 1, 64 + 8), "o": noise(1, TOKENS, 2, 32)}
+    inputs["norm"] = (1 + 0.1 * noise(32)).bfloat16().double()
+    inputs["weight"] = (noise(40, 64) / 8).bfloat16().double()
+
+    def by_head(x):
+        return x.transpose(0, 1).unflatten(-1, (2, 32))
+
+    def op(joined, o, norm, weight):
+        gate, rest = split(joined, [64, 8])
+        gate, place = viewed(gate, by_head)
+        options = {"gate_place": place, "backend": "triton"}
+        product = gated_norm_factor(o, norm, gate, 1e-5, **options).times(weight, adds=False)
+        return torch.cat([product, rest], dim=-1)
+
+    def reference(joined, o, norm, weight):
+        gate, rest = joined.split([64, 8], dim=-1)
+        normed = rms_norm_reference(o, norm, 1e-5, gate=by_head(gate))
+        return torch.cat([by_token(normed) @ weight.t(), rest], dim=-1)
+
+    return Case(inputs, op, reference)
+
+
+def unit_case(dtype: torch.dtype | None = None) -> Case:
     inputs = {"x": noise(1, TOKENS, 3, 64)}
-    return Case(inputs, lambda x: unit_norm(x, backend="triton"), unit_norm_reference)
+    op = lambda x: unit_norm(x, dtype=dtype, backend="triton")  # noqa: E731
+    return Case(inputs, op, unit_norm_reference)
 
 
 def convolution_case(width: int, silu: bool, columns: int = 1) -> Case:
@@ -158,7 +203,7 @@ def gates_case() -> Case:
     def form(backend):
         def op(joined, rate, bias):
             wide = torch.promote_types(joined.dtype, torch.float32)
-            decay, step = joined[..., 2:8], joined[..., 12:18]
+            _, decay, _, step, _ = split(joined, [2, 6, 4, 6, 2])
             options = rate.to(wide), bias.to(wide)
             return torch.cat(decay_and_step_size(decay, step, *options, backend=backend))
 
@@ -170,6 +215,15 @@ def gates_case() -> Case:
 def swiglu_case() -> Case:
     inputs = {"joined": noise(TOKENS, 1, 2 * 72)}
     return Case(inputs, lambda x: swiglu(x, backend="triton"), swiglu_reference)
+
+
+def swiglu_factor_case() -> Case:
+    inputs = {"joined": noise(TOKENS, 1, 2 * 72), "weight": (noise(40, 72) / 8).bfloat16().double()}
+
+    def op(joined, weight):
+        return swiglu_factor(joined, backend="triton").times(weight, adds=False)
+
+    return Case(inputs, op, lambda joined, weight: swiglu_reference(joined) @ weight.t())
 
 
 def rope_case() -> Case:
@@ -215,19 +269,35 @@ def split_case() -> Case:
     return Case(inputs, form("triton", split), form("torch", plain))
 
 
+def dense_case() -> Case:
+    inputs = {"joined": noise(TOKENS, 1, 80 + 32 + 8)}
+
+    def form(one_piece):
+        def op(joined):
+            first, second, _ = joined.split([80, 32, 8], dim=-1)
+            return torch.cat([2 * one_piece(first), 3 * one_piece(second)], dim=-1)
+
+        return op
+
+    return Case(inputs, form(lambda x: dense(x, backend="triton")), form(lambda x: x))
+
+
 def loss_case() -> Case:
     """70 entries, of which 61 are in use; chunks of 32 tokens, the last one shorter."""
     inputs = {"hidden": noise(TOKENS, 48), "weight": noise(70, 48)}
     inputs["weight"] = (inputs["weight"] / 4).bfloat16().double()
     label_T = torch.randint(0, 61, (TOKENS,), generator=torch.Generator().manual_seed(3))
 
+    share_T = torch.arange(TOKENS) % 3
+
     def op(hidden, weight):
-        label = label_T.to(hidden.device)
+        tokens = label_T.to(hidden.device), share_T.to(hidden.device)
         options = {"used": 61, "chunk_tokens": 32, "backend": "triton"}
-        return linear_cross_entropy(hidden, weight, label, **options)
+        return linear_cross_entropy(hidden, weight, *tokens, **options)
 
     def reference(hidden, weight):
-        return linear_cross_entropy_reference(hidden, weight, label_T.to(hidden.device), used=61)
+        label, share = label_T.to(hidden.device), share_T.to(hidden.device)
+        return (linear_cross_entropy_reference(hidden, weight, label, used=61) * share).sum()
 
     return Case(inputs, op, reference)
 

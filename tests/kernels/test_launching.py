@@ -8,6 +8,7 @@ import torch
 
 from mixtron.kernels import launching
 from mixtron.kernels.launching import Launched
+from mixtron.kernels.path_attention.triton_plan import layout_of
 from mixtron.kernels.recurrence import document_numbers
 
 CUDA = types.SimpleNamespace(current_device=lambda: 0)
@@ -79,5 +80,13 @@ def test_documents_are_numbered_once_for_offsets_that_stay_as_they_are():
     assert document_numbers(offsets, 5) is numbers
     assert document_numbers(offsets.clone(), 5) is not numbers
     assert document_numbers(offsets, 6).tolist() == [0, 0, 1, 1, 1, 2]
+    cut = [layout_of(5, 1, 4, offsets, None) for _ in range(2)]
+    assert cut[0].start_S is cut[1].start_S
     offsets[1] = 3
     assert document_numbers(offsets, 5).tolist() == [0, 0, 0, 1, 1]
+    found = layout_of(5, 1, 4, offsets, None)
+    assert (cut[0].start_S.tolist(), cut[0].end_S.tolist()) == (
+        [0, 0, 2, 2, 2, 5, 5, 5],
+        [2, 2, 5, 5, 5, 8, 8, 8],
+    )
+    assert found.start_S.tolist() == [0, 0, 0, 3, 3, 5, 5, 5]

@@ -57,6 +57,15 @@ def test_bf16_is_calibrated(form):
         assert_close_calibrated(x, precise, rounded)
 
 
+def test_a_unit_in_fp32_is_not_rounded():
+    x, *_ = make_inputs(torch.bfloat16)
+    found, exact = unit_norm(x, dtype=torch.float32), unit_norm(x.float())
+    assert torch.equal(found, exact)
+    weight = torch.randn_like(exact)
+    by_dtype, by_cast = (torch.autograd.grad((y * weight).sum(), x)[0] for y in (found, exact))
+    assert torch.equal(by_dtype, by_cast)
+
+
 def test_a_row_of_zeros():
     x = torch.zeros(2, 4, requires_grad=True)
     y = unit_norm(x)

@@ -266,6 +266,7 @@ def test_step_equals_the_whole():
         ({"d": torch.zeros(5, 1)}, r"d \[5, 1\]"),
         ({"d": torch.zeros(5, H, dtype=torch.bfloat16)}, "d_TH is torch.bfloat16"),
         ({"lengths": [2, 2]}, "documents of 4 tokens do not fit q of 5"),
+        ({"lengths": None}, "lengths is None: backend='blockwise' reads them"),
     ],
 )
 def test_bad_arguments_are_named(change, message):

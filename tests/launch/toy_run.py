@@ -75,9 +75,10 @@ class ToyRun:
         share = SEQUENCE // ranks.context_size
         mine = slice(ranks.context_rank * share, (ranks.context_rank + 1) * share)
         tokens_BT, labels_BT = ids[None, :-1][:, mine], ids[None, 1:][:, mine]
-        output = forward(chunk, self.config.model, ranks, tokens_BT, batch, labels_BT)
+        scored = labels_BT, torch.ones_like(labels_BT, dtype=torch.bool)
+        output = forward(chunk, self.config.model, ranks, tokens_BT, batch, *scored)
         count = torch.tensor(share, dtype=torch.int)
-        return output, lambda loss_BT: (loss_BT.sum(), count, loss_BT.detach().double().sum())
+        return output, lambda loss: (loss, count, loss.detach().double())
 
     def sha256(self) -> str:
         """Of this rank's parameters and its share of the optimizer's state."""

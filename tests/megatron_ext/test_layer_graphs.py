@@ -15,25 +15,35 @@ from tests.helpers.ranks import RankFailure, run_on_ranks
 CONFIGS = Path(__file__).parents[2] / "configs"
 STEPS = 5
 FOX = "mixers.fox={type: fox, heads: 2, kv_heads: 2, head_dim: 8}"
+LOG_LINEAR = (
+    "mixers.log={type: log_linear, heads: 2, value_heads: 2, key_dim: 64, value_dim: 64, "
+    "kernel: triton}"
+)
 SMALL = ["model.layers=2", "model.hidden_size=32", "data.sequence_length=32"]
 
 
 class RandomDocuments:
-    """Samples of random tokens in documents of random lengths."""
+    """Samples of random tokens, every other one a single document, the rest of random lengths."""
 
     def __init__(self, sequence_length: int, vocab_size: int) -> None:
         self.sequence_length, self.vocab_size, self.drawn = sequence_length, vocab_size, 0
 
     def next(self, count: int) -> list[int]:
-        first, self.drawn = self.drawn, self.drawn + count
-        return list(range(first, self.drawn))
+        plan = self.upcoming(count)
+        self.drawn += count
+        return plan
+
+    def upcoming(self, count: int) -> list[int]:
+        return list(range(self.drawn, self.drawn + count))
 
     def read(self, number: int):
         from mixtron.launch.sample_stream import Sample
 
         generator, length = np.random.default_rng(number), self.sequence_length
         tokens = generator.integers(0, self.vocab_size, length + 1)
-        cuts = generator.choice(np.arange(1, length), generator.integers(0, 4), replace=False)
+        # So that a micro-batch's longest document is known, after which PaTH cuts its tokens.
+        count = generator.integers(1, 4) if number % 2 else 0
+        cuts = generator.choice(np.arange(1, length), count, replace=False)
         starts = np.concatenate([[0], np.sort(cuts)])
         mask = np.ones(length, dtype=bool)
         mask[starts[1:] - 1] = False
@@ -65,7 +75,11 @@ def trained(name: str, overrides: list[str], layer_graphs: bool = False) -> tupl
 
 @pytest.mark.parametrize(
     ("world", "overrides"),
-    [(1, ["logging.every_steps=2"]), (2, []), (1, ["training.recompute=[norm, conv, mlp_act]"])],
+    [
+        (1, ["logging.every_steps=2"]),
+        (2, []),
+        (1, ["training.recompute=[norm, conv, gate, mlp_act]"]),
+    ],
     ids=["one", "data 2", "recompute"],
 )
 def test_no_bit_differs(world, overrides):
@@ -77,6 +91,19 @@ def test_no_bit_differs(world, overrides):
         assert found == logged
         for weight, expected in zip(found_weights, weights, strict=True):
             assert torch.equal(weight, expected)
+
+
+PATH = "path: {type: path, heads: 2, kv_heads: 2, head_dim: 8, w_rank: 2}"
+PATH_FOX = "path_fox: {type: path, heads: 2, kv_heads: 1, head_dim: 8, forget_gate: true}"
+KLA = "kla: {type: kla, heads: 2, value_heads: 2, key_dim: 8, value_dim: 8}"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "mixers"),
+    [("path, path_fox", [PATH, PATH_FOX]), ("kla, path", [KLA, PATH])],
+)
+def test_no_bit_differs_of_other_mixers(pattern, mixers):
+    test_no_bit_differs(1, [f"model.pattern=[{pattern}]", f"mixers={{{', '.join(mixers)}}}"])
 
 
 def test_a_batch_that_a_layer_would_read_otherwise_is_refused():
@@ -93,7 +120,8 @@ def test_a_batch_that_a_layer_would_read_otherwise_is_refused():
         (["model.norm=layernorm"], "is for layers with model.norm=rmsnorm"),
         (["training.debug=true"], "leaves training.debug=true nothing to compare"),
         (["training.recompute=full"], "cannot go with training.recompute=full"),
-        (["model.pattern=[fox]", FOX], "mixer 'fox' .type 'fox'. decides on the host"),
+        (["model.pattern=[fox]", FOX], "'fox' .* decides .*; mixers.fox.kernel=triton does not"),
+        (["model.pattern=[log]", LOG_LINEAR], "mixer 'log' .type 'log_linear'. decides .* launch$"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(overrides, said):

@@ -23,7 +23,8 @@ PARTS = ("norm", "conv", "mlp_act")
     "parallel", [ParallelConfig(), ParallelConfig(tensor=2, sequence=True)], ids=["one", "tp2 sp"]
 )
 def test_parts_computed_again_change_no_bit(parallel):
-    layouts = [Layout("kept", parallel), Layout("again", parallel, recomputed=PARTS)]
+    parts = PARTS if parallel.tensor > 1 else (*PARTS, "gate")
+    layouts = [Layout("kept", parallel), Layout("again", parallel, recomputed=parts)]
     kept, again = (run_on_ranks(parallel.tensor, step, Case("kla"), x)[0] for x in layouts)
     assert again.loss == kept.loss
     for name, shard in kept.shards.items():
@@ -60,12 +61,14 @@ def test_what_is_computed_again_is_not_kept():
         (["model.mlp=gelu"], "mlp_act is for model.mlp=swiglu, not gelu"),
         (["parallel={context: 2}"], "conv is for parallel.context=1, not 2"),
         (["model.pattern=[attention]"], "none of attention has it"),
+        (["parallel={tensor: 2}"], "gate is for parallel.tensor=1, not 2"),
+        (["training.recompute=[gate]", "model.pattern=[attention]"], "gate is for the gated norm"),
         (["engine=deepspeed"], "engine=deepspeed takes none or full"),
     ],
 )
 def test_what_cannot_be_computed_again_is_refused(overrides, said):
     attention = "mixers.attention={type: softmax_attention, heads: 4, kv_heads: 4, head_dim: 16}"
-    given = ["training.recompute=[norm, conv, mlp_act]", attention, *overrides]
+    given = ["training.recompute=[norm, conv, gate, mlp_act]", attention, *overrides]
     with pytest.raises(ConfigError, match=said):
         check(load_config(ROOT / "configs/debug_kla.yaml", given), 2)
 

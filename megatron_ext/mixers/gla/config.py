@@ -120,5 +120,9 @@ class Config(MixerConfig):
         require_divisible(name, "heads", self.heads, tensor)
         require_divisible(name, "decay_rank", self.decay_rank, tensor)
 
+    @property
+    def recordable(self) -> bool:
+        return self.kernel == "triton"
+
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         require_triton_device(name, self.kernel, device_type, precision)

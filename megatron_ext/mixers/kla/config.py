@@ -126,6 +126,9 @@ class Config(MixerConfig):
         kept = rows["query"] + rows["key"] + (rows["value"] if self.kernel == "chunk" else 0)
         return kept * bytes_per_element / tensor
 
+    def gated_bytes_per_token(self, bytes_per_element: int) -> float:
+        return self.components().get("gate", 0) * bytes_per_element
+
     def working_bytes(
         self, hidden_size: int, tokens: int, tensor: int, bytes_per_element: int
     ) -> float:

@@ -93,7 +93,8 @@ class Mixer(ShardedModule):
         (weight,) = replicated(self.tp_group, self.norm_weight)
         eps = self.config.layernorm_epsilon
         if mixer.output_gate:
-            return self.out_proj(gated_norm(o_BTJV, weight, eps, parts["gate"]))
+            again = "gate" in self.config.recomputed  # type: ignore[attr-defined]
+            return self.out_proj(gated_norm(o_BTJV, weight, eps, parts["gate"], factor=again))
         return self.out_proj(rms_norm(o_BTJV, weight, eps).flatten(2).transpose(0, 1))
 
     def _mix(self, raw_TBE: Tensor, parts: dict[str, Tensor], batch: Batch) -> Tensor:

@@ -105,5 +105,9 @@ class Config(MixerConfig):
         super().check(name, hidden_size, tensor, context)
         require_divisible(name, "heads", self.heads, tensor)
 
+    @property
+    def recordable(self) -> bool:
+        return self.kernel == "triton"
+
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         require_triton_device(name, self.kernel, device_type, precision)

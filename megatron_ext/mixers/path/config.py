@@ -158,9 +158,9 @@ class PathFamilyConfig(MixerConfig):
             fp32 += self.heads + self.kv_heads
         whole = 0.0
         if self.rank:
-            elements += kv  # the convolution's input
-            # Its output in fp32, w's norm and w; sigmoid, its double and beta.
-            fp32 += 2 * kv + self.kv_heads + 3 * self.kv_heads
+            elements += 2 * kv  # the convolution's input and output
+            # w; sigmoid, beta, and what is cut off to be it.
+            fp32 += kv + (2 + (self.largest_beta < 2)) * self.kv_heads
             if self.kernel == "triton":
                 # In place of w what its kernels make of it: w in fp16, beta, an inverse a tile.
                 fp32 += self.kv_heads - kv
@@ -292,6 +292,10 @@ class PathFamilyConfig(MixerConfig):
                 f"(parallel.context={context}); set mixers.{name}.context_exchange=heads or "
                 f"mixers.{name}.kernel=block"
             )
+
+    @property
+    def recordable(self) -> bool:
+        return self.kernel == "triton"
 
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         if self.kernel == "triton" and (device_type != "cuda" or precision != "bf16"):

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
 from torch import Tensor
 
+from mixtron.kernels.dense import dense
 from mixtron.kernels.norms import unit_norm
 from mixtron.kernels.path_attention import (
     past_queries,
@@ -28,6 +29,9 @@ from mixtron.megatron_ext.mixers.path.ring import attend_segments_before, ring_o
 from mixtron.megatron_ext.mixers.path.segments import Segments, segments_of
 from mixtron.megatron_ext.parameters import constant, normal, replicated
 from mixtron.megatron_ext.scalars import Scalars
+
+KEPT_PARTS = ("query", "key", "value", "householder")
+"""Of the input projection: what backward reads again."""
 
 
 class Mixer(ShardedModule):
@@ -82,6 +86,10 @@ class Mixer(ShardedModule):
         assert batch is not None
         projected = self.in_proj(hidden_TBD)
         parts = dict(zip(self.mixer.components(), projected, strict=True))
+        if self.mixer.kernel == "triton" and not self.mixer.qk_norm:
+            # The kernels take parts of the projection in one piece. Copied here they are kept so
+            # for backward, and the projection is not. (A norm of q and k keeps it.)
+            parts |= {name: dense(parts[name]) for name in KEPT_PARTS if name in parts}
         raw_TBE = self._raw_householder(parts["householder"]) if self.mixer.rank else None
         if batch.decoding:
             o_BTHK = self._decode(raw_TBE, parts, batch)
@@ -282,9 +290,10 @@ class Mixer(ShardedModule):
             k = F.rms_norm(k, k_weight.shape, k_weight, eps)
         w = beta = log_forget = None
         if convolved_TBE is not None:
-            w = unit_norm(self._heads(convolved_TBE).float())
+            w = unit_norm(self._heads(convolved_TBE), dtype=torch.float32)
             beta = 2 * (parts["beta"].transpose(0, 1).float() + self.beta_bias).sigmoid()
-            beta = beta.clamp(max=mixer.largest_beta)
+            if mixer.largest_beta < 2:
+                beta = beta.clamp(max=mixer.largest_beta)
         if mixer.gated:
             log_forget = F.logsigmoid(parts["forget"].transpose(0, 1).float() + self.forget_bias)
         return q, k, v, w, beta, log_forget

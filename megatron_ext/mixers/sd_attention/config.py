@@ -109,6 +109,10 @@ class Config(MixerConfig):
         require_divisible(name, "heads", self.heads, tensor)
         require_context_divides(name, "heads", self.heads // tensor, tensor, context)
 
+    @property
+    def recordable(self) -> bool:
+        return self.kernel == "triton"
+
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         if self.kernel == "triton":
             require_gpu_and_bf16(name, "blockwise", device_type, precision)

@@ -69,7 +69,7 @@ class Mixer(ShardedModule):
             k_THK,
             v_THK,
             d_TH,
-            batch.lengths,
+            None if mixer.kernel == "triton" else batch.lengths,
             batch.cu_seqlens,
             scale=mixer.head_dim**-0.5,
             backend=mixer.kernel,
