@@ -115,6 +115,9 @@ class MixerConfig(BaseModel):
         """Whether a layer launches the same for all batches of a shape (see layer_graphs.py)."""
         return False
 
+    context_recordable: ClassVar[bool] = False
+    """Whether that holds as well where its sequence is split over ranks."""
+
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         """Raises ConfigError for a device ("cuda", "cpu") or a precision ("bf16", "fp32") that a
         form chosen in the config cannot run on."""
