@@ -66,7 +66,7 @@ def configuration(
 
 def run(model: str, layout: str, config: RunConfig, ranks: int) -> Values:
     """Measures the model, and what a step sends if there is somebody to send to."""
-    bench = build(config)
+    bench, parallel = build(config), config.parallel
     speed = measure(bench)
     values: Values = {
         "model": model,
@@ -82,10 +82,8 @@ def run(model: str, layout: str, config: RunConfig, ranks: int) -> Values:
         if bench.ranks.device.type == "cuda" and speed["speed/step_s"] < PROFILED_S:
             add_profile(values, bench)
         # What is recorded no call and no trace has sizes of.
-        parallel = config.parallel
-        if ranks > 1 and not (
-            config.training.layer_graphs and parallel.tensor * parallel.context > 1
-        ):
+        recorded = config.training.layer_graphs and parallel.tensor * parallel.context > 1
+        if ranks > 1 and not recorded:
             values["predicted bytes"] = bytes_sent_per_step(config, ranks)
             with SentBytes() as sent:
                 bench.step()
