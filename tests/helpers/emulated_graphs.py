@@ -25,10 +25,9 @@ class EmulatedGraph:
     @torch.no_grad()
     def replay(self) -> None:
         for function, args, kwargs, outputs in self.recorder.calls:
-            for recorded, found in zip(
-                outputs, tree_leaves(function(*args, **kwargs)), strict=True
-            ):
-                if isinstance(found, torch.ScriptObject):
+            leaves: list[Any] = tree_leaves(function(*args, **kwargs))
+            for recorded, found in zip(outputs, leaves, strict=True):
+                if hasattr(found, "wait"):
                     found.wait()  # what ranks send each other
                 elif isinstance(found, Tensor) and _memory(found) != _memory(recorded):
                     recorded.copy_(found)

@@ -117,6 +117,17 @@ def test_no_bit_differs_of_other_mixers(pattern, mixers):
     test_no_bit_differs(1, [f"model.pattern=[{pattern}]", f"mixers={{{', '.join(mixers)}}}"])
 
 
+def test_no_bit_differs_of_states_that_context_ranks_exchange():
+    dims = "heads: 2, key_dim: 8, value_dim: 8"
+    mixers = [
+        f"gla: {{type: gla, {dims}}}",
+        f"linear: {{type: linear_attention, {dims}}}",
+        f"mamba2: {{type: mamba2, {dims}, value_heads: 2}}",
+    ]
+    overrides = ["model.pattern=[gla, linear, mamba2]", f"mixers={{{', '.join(mixers)}}}"]
+    test_no_bit_differs(2, [*overrides, "model.layers=3", "parallel.context=2"])
+
+
 def test_a_batch_that_a_layer_would_read_otherwise_is_refused():
     with pytest.raises(
         RankFailure, match="a layer reads lengths of a batch on the host, which was"
