@@ -1,12 +1,19 @@
 """Refusals that need no GPU and no process group: does this config fit this many ranks?"""
 
-from mixtron.launch.config import RunConfig
+from mixtron.launch.config import DataConfig, RunConfig
 from mixtron.megatron_ext.errors import ConfigError
 
 
-def check(config: RunConfig, world_size: int) -> None:
-    """Raises ConfigError, naming the key and the values that would work."""
+def check(config: RunConfig, world_size: int, *, packed: bool | None = None) -> None:
+    """Raises ConfigError, naming the key and the values that would work.
+
+    Args:
+        packed: whether the lengths of documents change from batch to batch; None: those of a corpus
+            do, those of a synthetic task do not.
+    """
     check_shape(config)
+    if isinstance(config.data, DataConfig) if packed is None else packed:
+        check_recorded_lengths(config)
     check_schedule(config)
     parallel = config.parallel
     if world_size < 1:
@@ -171,6 +178,19 @@ def check_layer_graphs(config: RunConfig) -> None:
                 f"{said} with parallel.context={parallel.context}: mixer {name!r} (type "
                 f"{mixer.type!r}) decides on the host what context ranks send each other; use "
                 "parallel.context=1, or training.layer_graphs=false"
+            )
+
+
+def check_recorded_lengths(config: RunConfig) -> None:
+    """Layers that would have to be recorded anew for every batch."""
+    precision = config.training.precision
+    for name in dict.fromkeys(config.model.layer_mixers) if config.training.layer_graphs else ():
+        mixer = config.mixers[name]
+        if mixer.reads_lengths(precision):
+            raise ConfigError(
+                f"training.layer_graphs=true: mixer {name!r} (type {mixer.type!r}) reads the "
+                "documents' lengths on the host, and they change from batch to batch; set "
+                f"mixers.{name}.kernel=triton" + (", in bf16" if precision == "fp32" else "")
             )
 
 

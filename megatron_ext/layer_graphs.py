@@ -14,6 +14,7 @@ import copy
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from reprlib import repr
 from typing import Any
 from weakref import WeakSet
 
@@ -36,12 +37,15 @@ ON_THE_HOST = frozenset({"lengths", "rows", "token_kinds"})
 class WatchedBatch(Batch):
     """A batch that knows what has been read of it on the host."""
 
-    read: dict[str, Any]
+    read: dict[str, tuple[Any, Any]]
+    """By name the value, and the first layer that read it."""
+    reader: Any
+    """The layer at work."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         if name in ON_THE_HOST:
-            self.read[name] = value
+            self.read.setdefault(name, (value, self.reader))
         return value
 
 
@@ -49,7 +53,7 @@ def watched(batch: Batch) -> WatchedBatch:
     """A copy with tensors of its own, for any documents that fill its rows; the step is one too."""
     made: Any = copy.copy(batch)
     made.__class__ = WatchedBatch
-    made.read, made._shared, made.scalars = {}, {}, Scalars()
+    made.read, made.reader, made._shared, made.scalars = {}, None, {}, Scalars()
     # By `made`, so that other rows are refused: no document of theirs may be longer.
     made.max_seqlen = _tokens(batch) // made.rows
     made.position_ids = torch.empty_like(batch.position_ids)
@@ -113,13 +117,9 @@ class LayerGraphs:
         if self.batch is None or len(batch.cu_seqlens) > len(self.batch.cu_seqlens):
             self._record(hidden_TBD, batch)
         assert self.batch is not None
-        for name, recorded in self.batch.read.items():
-            if getattr(batch, name) != recorded:
-                raise ConfigError(
-                    f"training.layer_graphs=true: a layer reads {name} of a batch on the host, "
-                    f"which was {recorded} when it was recorded and is {getattr(batch, name)}; "
-                    "set training.layer_graphs=false"
-                )
+        for name, (recorded, layer) in self.batch.read.items():
+            if (found := getattr(batch, name)) != recorded:
+                raise _other_batch(name, recorded, found, layer)
         take(self.batch, batch)
 
     def release(self) -> None:
@@ -155,6 +155,7 @@ class LayerGraphs:
             torch.cuda.synchronize()
             with _without_collecting():
                 for layer in self.layers:
+                    self.batch.reader = layer
                     recorded = RecordedLayer(self, layer, input_TBD, pool, stream)
                     self.recorded.append(recorded)
                     input_TBD = recorded.output_TBD.detach().requires_grad_()
@@ -251,6 +252,20 @@ def neighbours(layer: nn.Module) -> list[Neighbours]:
     """Through which the layer's parts send to other context ranks beside its computing."""
     held = (value for module in layer.modules() for value in vars(module).values())
     return [value for value in held if isinstance(value, Neighbours)]
+
+
+def _other_batch(name: str, recorded: Any, found: Any, layer: Any) -> ConfigError:
+    """The error for a batch that a layer, if it is one, would have read otherwise."""
+    who, out = "a layer", "set training.layer_graphs=false"
+    if layer is not None:
+        mixer = layer.config.layer_mixers[layer.layer_number - 1]
+        who = f"mixer {mixer!r}"
+        if layer.self_attention.mixer.kernel != "triton":
+            out = f"set mixers.{mixer}.kernel=triton, or training.layer_graphs=false"
+    return ConfigError(
+        f"training.layer_graphs=true: {who} reads {name} of a batch on the host, which was "
+        f"{repr(recorded)} when it was recorded and is {repr(found)}; {out}"
+    )
 
 
 @contextmanager

@@ -419,20 +419,26 @@ class ShortConvolution(ShardedModule):
             components=components,
         )
 
-    def components(self, x_TBE: Tensor, batch: Batch) -> tuple[Tensor, ...]:
-        """`forward`, each component a tensor of its own."""
+    def components(
+        self, x_TBE: Tensor, batch: Batch, count: int | None = None
+    ) -> tuple[Tensor, ...]:
+        """`forward`, each component, or the first `count`, a tensor of its own."""
+        widths = self.widths[:count]
         # As a module: with overlap its call waits for the weights.
-        return self(x_TBE, batch, self.widths)
+        return self(x_TBE[..., : sum(widths)] if count else x_TBE, batch, widths)
 
     def forward(self, x_TBE: Tensor, batch: Batch, widths: tuple[int, ...] = ()) -> Any:
-        """One tensor, or parts of these widths."""
+        """One tensor, or parts of these widths; of x's channels, all or the first."""
         parts = self._parts(x_TBE, batch, widths or (x_TBE.shape[-1],))
         return parts if widths else parts[0]
 
     def _parts(self, x_TBE: Tensor, batch: Batch, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
         halo, position_T = self.weight.shape[1] - 1, batch.position_ids
+        weight_EW = (
+            self.weight if x_TBE.shape[-1] == len(self.weight) else self.weight[: sum(widths)]
+        )
         convolve = partial(
-            short_convolution_parts, weight_EW=self.weight, widths=widths, silu=self.silu
+            short_convolution_parts, weight_EW=weight_EW, widths=widths, silu=self.silu
         )
         if batch.context_size == 1 or halo == 0:
             return convolve(x_TBE, position_T=position_T)

@@ -103,6 +103,7 @@ def transformer_config(
     )
     config.variable_seq_lengths = False
     config.recomputed = frozenset(recomputed)  # type: ignore[attr-defined]
+    config.layer_mixers = tuple(model.layer_mixers)  # type: ignore[attr-defined]
     return config
 
 

@@ -52,7 +52,7 @@ class _AddNorm(Op):
 
             (_, y), (dx, dweight_N) = gradients_by_autograd(norm, kept, [dtotal, dy])
         else:
-            y, dtotal = dy, dtotal.contiguous()
+            y, dtotal = torch.empty_like(dy), dtotal.contiguous()
             dx, dweight_N = gradients(total, weight_N, None, dy, self.eps, "rms", dtotal, y=y)
         return y, (dx, dx if self.adds else None, dweight_N)
 

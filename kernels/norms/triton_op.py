@@ -12,6 +12,9 @@ from mixtron.kernels.norms.triton_kernels import backward_kernel, forward_kernel
 from mixtron.kernels.split import Place
 
 TILE_ELEMENTS = 2048
+GATED_TILE_ELEMENTS = 1024
+WARPS = 2
+"""Of such a tile, both ways: backward's sum of squares is then forward's, and y again its y."""
 MAX_WIDTH = 16384
 STRIPS = 1024
 """Programs of a backward at most; each sums its rows' part of the weight's gradient."""
@@ -111,7 +114,7 @@ def normalise(
         *_strides(gate_RJN),
         eps,
         **shape,
-        num_warps=_warps(shape, few=4),
+        num_warps=_warps(shape),
     )
     return y
 
@@ -119,8 +122,8 @@ def normalise(
 def gradients(
     x, weight_N, gate, dy, eps: float, kind: str, dtotal=None, dgate=None, y=None
 ) -> tuple:
-    """Of x and the weight (None without); fills `dgate` where there is a gate, and `y`, dense and
-    perhaps dy itself, with the output again if it is given."""
+    """Of x and the weight (None without); fills `dgate` where there is a gate, and `y`, dense, with
+    the output again if it is given. y may be dy, at the cost of half the speed for wide rows."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x_RJN, gate_RJN, dy_RJN = _rows(x), _rows(gate), _rows(dy)
     shape = _shape(x_RJN, gate_RJN, weight_N, kind, dtotal)
@@ -152,7 +155,7 @@ def gradients(
             eps,
             **shape,
             AGAIN=y is not None,
-            num_warps=_warps(shape, few=2),
+            num_warps=_warps(shape),
         )
     dweight_N = None
     if partial_PN is not None:
@@ -185,7 +188,7 @@ def _shape(x_RJN: Tensor, gate_RJN, weight_N, kind: str, added) -> dict:
         "J": per_group,
         "N": N,
         "BLOCK_N": block,
-        "ROWS": max(1, TILE_ELEMENTS // block),
+        "ROWS": max(1, (TILE_ELEMENTS if gate_RJN is None else GATED_TILE_ELEMENTS) // block),
         "KIND": kind,
         "WEIGHTED": weight_N is not None,
         "GATED": gate_RJN is not None,
@@ -193,6 +196,6 @@ def _shape(x_RJN: Tensor, gate_RJN, weight_N, kind: str, added) -> dict:
     }
 
 
-def _warps(shape: dict, *, few: int) -> int:
-    """`few` for a tile of TILE_ELEMENTS; rows that are wider are a tile each."""
-    return few if shape["BLOCK_N"] <= TILE_ELEMENTS else 4 if shape["BLOCK_N"] <= 4096 else 8
+def _warps(shape: dict) -> int:
+    """Rows that are wider than TILE_ELEMENTS are a tile each."""
+    return WARPS if shape["BLOCK_N"] <= TILE_ELEMENTS else 4 if shape["BLOCK_N"] <= 4096 else 8

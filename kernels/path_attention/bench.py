@@ -115,19 +115,19 @@ def sweep(width: int) -> None:
     """Forward, and forward and backward with a gate, of many launches, at 16 heads of 8,192."""
     inputs = make_inputs((1, 8192, 16), width, "g")
     leaves = list(inputs.values())
-    plan = triton_op.launch_plan(torch.device("cuda"))
+    plan = triton_op.launch_plan(torch.device("cuda"), width)
     grad = torch.randn_like(inputs["v_BTGV"])
     rows = []
     for which, block, warps, stages in SWEEP:
         choice = {"block": block, which: Launch(warps, stages)}
-        triton_op.launch_plan = lambda _, choice=choice: Plan(**(vars(plan) | choice))
+        triton_op.launch_plan = lambda *_, choice=choice: Plan(**(vars(plan) | choice))
         try:
             rows.append([which, block, warps, stages, phases(inputs, leaves, grad)[which]])
         except Exception as error:  # does not fit: a row that says so
             rows.append([which, block, warps, stages, type(error).__name__])
     print(f"\nhead size {width}\n")
     print(measure.table(("kernel", "block", "warps", "stages", "ms"), rows), flush=True)
-    triton_op.launch_plan = lambda _: plan
+    triton_op.launch_plan = lambda *_: plan
 
 
 def phases(inputs: dict[str, Tensor], leaves: list[Tensor], grad: Tensor) -> dict[str, float]:

@@ -261,8 +261,10 @@ def _walk_queries(
         first = (lo + i * BLOCK).to(tl.int64)
         t_B = first + column
         within_B1 = (t_B < T)[:, None]
-        q_BK = tl.load(tile(q, first - lo, q_row, column, key_K), within_B1, 0.0).to(PRODUCT)
-        do_BV = tl.load(tile(do, first, do_row, column, value_V), within_B1, 0.0).to(PRODUCT)
+        # Zero, but not to the compiler, which would make offsets before the loop and spill them.
+        row_B = column + (i >> 30)
+        q_BK = tl.load(tile(q, first - lo, q_row, row_B, key_K), within_B1, 0.0).to(PRODUCT)
+        do_BV = tl.load(tile(do, first, do_row, row_B, value_V), within_B1, 0.0).to(PRODUCT)
         s_CB = tl.dot(k_CK, tl.trans(q_BK)) * scale
         if GATE:
             s_CB += after_C[:, None]

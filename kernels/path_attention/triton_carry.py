@@ -19,7 +19,6 @@ from mixtron.kernels.path_attention.triton_maps import (
 )
 from mixtron.kernels.path_attention.triton_plan import Layout
 from mixtron.kernels.path_attention.triton_tile_gradients import (
-    query_gradient_kernel,
     tile_gradient_kernel,
 )
 from mixtron.kernels.path_attention.triton_tiles import inverse_kernel, map_kernel
@@ -30,7 +29,6 @@ launch_map = Launched(map_kernel)
 launch_node = Launched(node_kernel)
 launch_key_version = Launched(key_version_kernel)
 launch_query_version = Launched(query_version_kernel)
-launch_query_gradient = Launched(query_gradient_kernel)
 launch_map_gradient = Launched(map_gradient_kernel)
 launch_tile_gradient = Launched(tile_gradient_kernel)
 
@@ -50,7 +48,6 @@ SHARES = {
     "node": Share(rows=64, warps=4),
     "key version": Share(rows=64, warps=4),
     "query version": Share(rows=64, warps=4),
-    "query gradient": Share(rows=64, warps=4),
     "map gradient": Share(rows=64, warps=4),
     "tile gradient": Share(rows=128, warps=8),
 }
@@ -68,22 +65,10 @@ class Factors:
     """[B, G, S] fp32."""
     L: Tensor
     """[B, G, S, C] fine: (I + tril(W W^T diag(beta), -1))^-1 of each tile."""
-    Y: Tensor | None
-    """[B, G, S, K] fine: before beta; where it and maps are kept."""
-    maps: Tensor | None
-    """[B, G, nodes, K, K] fine."""
-    q: Tensor | None
-    """[B, H, versions, C, K] in q's dtype, scaled: queries in versions, where these are kept."""
-    logits: Tensor | None
-    """[B, H, S, C] inside tiles, without gates, not masked; fine."""
 
-    def part(self, rows: slice, groups: slice, heads: slice) -> "Factors":
+    def part(self, rows: slice, groups: slice) -> "Factors":
         """Views, each in one piece."""
-        of_keys = (self.w, self.beta, self.L, self.Y, self.maps)
-        return Factors(
-            *(None if x is None else x[rows, groups] for x in of_keys),
-            *(None if x is None else x[rows, heads] for x in (self.q, self.logits)),
-        )
+        return Factors(*(x[rows, groups] for x in vars(self).values()))
 
 
 @dataclass
@@ -92,9 +77,11 @@ class Carried:
     as in triton_tree.py; q's dtype, or `fine`."""
 
     q: Tensor
+    """[B, H, versions, C, K], scaled."""
     k: Tensor
     """[B, G, versions, C, K]."""
     logits: Tensor
+    """[B, H, S, C] inside tiles, without gates, not masked; fine."""
     maps: Tensor
     """[B, G, nodes, K, K] fine."""
     XT: Tensor
@@ -115,6 +102,9 @@ class CarriedGradients:
     k_right: Tensor
     """[B, G, S, K]: of k at its tile's right edge."""
     logits: Tensor
+    """In place of these, which no kernel reads after the one that owns queries."""
+    M: Tensor
+    """[B, H, S, C]: less its sign, of tril(Q W^T)."""
 
     @staticmethod
     def empty(carried: Carried) -> "CarriedGradients":
@@ -125,26 +115,20 @@ class CarriedGradients:
             k=torch.empty_like(x.k),
             q_left=x.k.new_empty(B, H, S, K),
             k_right=x.k.new_empty(B, G, S, K),
-            logits=torch.empty_like(x.logits, dtype=low),
+            logits=x.logits.view(low),
+            M=torch.empty_like(x.logits, dtype=low),
         )
 
 
-def query_bytes(layout: Layout, K: int) -> int:
-    """What one query head of one row needs for its versions and its logits inside tiles."""
-    return 2 * layout.tile * (layout.versions * K + layout.S)
-
-
-def workspace_bytes(layout: Layout, K: int, shared: int, kept: bool) -> int:
+def workspace_bytes(layout: Layout, K: int, shared: int) -> int:
     """About what `Carried` and its gradients need, for one key/value head of one row."""
     S, C = layout.S, layout.tile
     keys = 2 * (layout.versions * C * K + layout.nodes * K * K) + S * (C + 2 * K)
-    queries = query_bytes(layout, K) * (1 if kept else 2) + 2 * S * (C + K)
-    return 2 * keys + shared * queries
+    queries = 2 * layout.versions * C * K + S * (2 * C + K)
+    return 2 * (keys + shared * queries)
 
 
-def factors_of(
-    q_BTHK: Tensor, w_BTGK: Tensor, beta_BTG: Tensor, layout: Layout, keep: bool, keep_maps: bool
-) -> Factors:
+def factors_of(w_BTGK: Tensor, beta_BTG: Tensor, layout: Layout) -> Factors:
     (B, T, G, K), S, C = w_BTGK.shape, layout.S, layout.tile
     fine = w_BTGK.dtype if INTERPRETED else torch.float16
     w, L = (w_BTGK.new_empty(B, G, S, width, dtype=fine) for width in (K, C))
@@ -155,13 +139,7 @@ def factors_of(
         K=K, C=C, FINE=FINE, DOCUMENTS=layout.start_S is not None,
         num_warps=SHARES["inverse"].warps, num_stages=1,
     )  # fmt: skip
-    q = logits = None
-    if keep:
-        H = q_BTHK.shape[2]
-        q = q_BTHK.new_empty(B, H, layout.versions, C, K)
-        logits = w.new_empty(B, H, S, C)
-    Y, maps = maps_of(w, beta, L, layout) if keep_maps else (None, None)
-    return Factors(w, beta, L, Y, maps, q, logits)
+    return Factors(w, beta, L)
 
 
 def maps_of(w: Tensor, beta: Tensor, L: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -182,12 +160,7 @@ def maps_of(w: Tensor, beta: Tensor, L: Tensor, layout: Layout) -> tuple[Tensor,
 
 
 def carry(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    factors: Factors,
-    scale: float,
-    layout: Layout,
-    backward: bool,
+    q_BTHK: Tensor, k_BTGK: Tensor, factors: Factors, scale: float, layout: Layout
 ) -> Carried:
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     S, C, N = layout.S, layout.tile, layout.tiles
@@ -197,13 +170,12 @@ def carry(
         return q_BTHK.new_empty(B, *shape, dtype=dtype)
 
     low = q_BTHK.dtype
-    w, beta, L, Y, maps = factors.w, factors.beta, factors.L, factors.Y, factors.maps
-    if Y is None or maps is None:
-        Y, maps = maps_of(w, beta, L, layout)
+    w, beta, L = vars(factors).values()
+    Y, maps = maps_of(w, beta, L, layout)
     x = Carried(
-        q=new(H, layout.versions, C, K, dtype=low) if factors.q is None else factors.q,
+        q=new(H, layout.versions, C, K, dtype=low),
         k=new(G, layout.versions, C, K, dtype=low),
-        logits=new(H, S, C) if factors.logits is None else factors.logits,
+        logits=new(H, S, C),
         maps=maps,
         XT=new(G, S, C),
         Y=Y,
@@ -217,8 +189,6 @@ def carry(
         k_BTGK, w, beta, layout.start_S, layout.end_S, L, x.maps, x.XT, x.k,
         T, layout.heads // (H // G), G, *tree, **shares, **documents, **options,
     )  # fmt: skip
-    if backward and factors.q is not None:
-        return x
     parts, shares = _shares("query version", C)
     launch_query_version(
         (parts * N, B * H),
@@ -243,30 +213,22 @@ def carry_gradients(
     layout: Layout,
     carried: Carried,
     gradients: CarriedGradients,
-    dq: Tensor,
     dk: Tensor,
     dw: Tensor,
     dbeta: Tensor,
 ) -> None:
-    """Writes dq to dbeta, laid out like the op's inputs. `gradients` is overwritten."""
+    """Writes dk to dbeta, laid out like the op's inputs. `gradients` is overwritten."""
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     C, N, start_S = layout.tile, layout.tiles, layout.start_S
     x, d = carried, gradients
-    w, beta, L = factors.w, factors.beta, factors.L
+    w, beta, L = vars(factors).values()
     sizes = {"K": K, "C": C, "num_stages": 1}
     options = sizes | {"R": H // G, "DOCUMENTS": start_S is not None}
     of_queries = T, layout.S, layout.heads, H
-    dM = torch.empty_like(d.logits)
-    parts, shares = _shares("query gradient", C)
-    launch_query_gradient(
-        (parts * N, B * H),
-        k_BTGK, w, beta, start_S, x.XT, x.Y, d.logits, d.q_left, dq, dM,
-        scale, *of_queries, LOW=LOW, **shares, **options,
-    )  # fmt: skip
     dmaps = _map_gradients(x, d, layout, H)
     launch_tile_gradient(
         (N, B * G),
-        q_BTHK, k_BTGK, w, beta, start_S, L, x.XT, x.Y, d.logits, dM, d.q_left, d.k_right, dmaps,
+        q_BTHK, k_BTGK, w, beta, start_S, L, x.XT, x.Y, d.logits, d.M, d.q_left, d.k_right, dmaps,
         dk, dw, dbeta, scale, *of_queries, layout.nodes,
         LOW=LOW, num_warps=SHARES["tile gradient"].warps, **options,
     )  # fmt: skip

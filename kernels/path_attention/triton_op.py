@@ -18,7 +18,6 @@ from mixtron.kernels.path_attention.triton_carry import (
     carry,
     carry_gradients,
     factors_of,
-    query_bytes,
     workspace_bytes,
 )
 from mixtron.kernels.path_attention.triton_forward import forward_kernel
@@ -27,6 +26,7 @@ from mixtron.kernels.path_attention.triton_plan import (
     SHARED_MEMORY_BYTES,
     Launch,
     Layout,
+    Plan,
     large,
     launch_plan,
     layout_of,
@@ -36,9 +36,6 @@ from mixtron.kernels.triton_tools import INTERPRETED, check_takes, product_dtype
 
 WORKSPACE_BYTES = 2**30
 """Of what is in memory at once beyond inputs and results; heads are taken in pieces that fit."""
-KEEP_MAPS = False
-KEPT_BYTES = 0
-"""Up to which queries in versions are kept for backward, which makes them again beyond."""
 LOG2_E = 1.4426950408889634
 DELTA_WARPS = 4
 launch_forward, launch_delta = Launched(forward_kernel), Launched(delta_kernel)
@@ -92,16 +89,13 @@ class _Attention(torch.autograd.Function):
         layout = inputs.layout(cu_seqlens, max_seqlen)
         gates, factors = inputs.gates(layout), None
         if w is not None:
-            size = query_bytes(layout, q.shape[3]) * q.shape[0] * q.shape[2]
-            keep = size <= KEPT_BYTES and any(ctx.needs_input_grad)
-            of_maps = w.contiguous(), beta.contiguous()
-            factors = factors_of(inputs.q, *of_maps, layout, keep, KEEP_MAPS)
+            factors = factors_of(w.contiguous(), beta.contiguous(), layout)
         o_BTHV, lse_BHS = q.new_empty(*q.shape[:3], v.shape[3]), _rows(q, layout)
         for rows, groups in pieces(inputs, layout, factors):
             heads = inputs.heads_of(groups)
-            piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale, False)
+            piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale)
             attend(piece, o_BTHV[rows, :, heads], lse_BHS[rows, heads])
-        kept = (None,) * 7 if factors is None else vars(factors).values()
+        kept = (None,) * 3 if factors is None else vars(factors).values()
         ctx.save_for_backward(q, k, v, log_forget, *kept, o_BTHV, lse_BHS, cu_seqlens)
         ctx.options = scale, max_seqlen
         return o_BTHV
@@ -129,7 +123,7 @@ class _Attention(torch.autograd.Function):
             heads = inputs.heads_of(groups)
             of_rows = (x[rows, heads] for x in (lse_BHS, delta_BHS, less_BHS))
             own = None if ds is None else (ds[0][rows, heads], ds[1][:, rows, heads])
-            piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale, True)
+            piece = Piece.of(inputs, factors, gates, rows, groups, layout, scale)
             of_rows = do_BTHV[rows, :, heads], *of_rows
             attend_backward(piece, *of_rows, gradients.part(inputs, rows, groups), own)
         if inputs.log_forget is not None and ds is not None:
@@ -158,15 +152,18 @@ class Inputs:
         taken = zip(vars(self).values(), (heads, groups, groups, heads), strict=True)
         return Inputs(*(None if x is None else x[rows, :, h] for x, h in taken))
 
+    def plan(self) -> Plan:
+        return launch_plan(self.q.device, max(self.q.shape[3], self.v.shape[3]))
+
     def gates(self, layout: Layout) -> GateSums | None:
         if self.log_forget is None:
             return None
-        block = launch_plan(self.q.device).block
+        block = self.plan().block
         return gate_sums(self.log_forget, layout.S, layout.tile, block)
 
     def layout(self, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
         _, T, H, _ = self.q.shape
-        return layout_of(T, H, launch_plan(self.q.device).tile, cu_seqlens, max_seqlen)
+        return layout_of(T, H, self.plan().tile, cu_seqlens, max_seqlen)
 
 
 @dataclass
@@ -208,8 +205,7 @@ def pieces(inputs: Inputs, layout: Layout, factors: Factors | None) -> list[tupl
     if factors is None:
         return [(slice(0, B), slice(0, G))]
     shared = inputs.q.shape[2] // G
-    kept = factors.q is not None
-    fits = max(1, WORKSPACE_BYTES // workspace_bytes(layout, inputs.q.shape[3], shared, kept))
+    fits = max(1, WORKSPACE_BYTES // workspace_bytes(layout, inputs.q.shape[3], shared))
     rows, groups = _even(B, max(1, fits // G)), _even(G, fits)
     return [
         (slice(b, min(b + rows, B)), slice(g, min(g + groups, G)))
@@ -243,15 +239,14 @@ class Piece:
         groups: slice,
         layout: Layout,
         scale: float,
-        backward: bool,
     ) -> "Piece":
         heads = inputs.heads_of(groups)
         if gates is not None:
             gates = gates.part(rows, heads)
         inputs, carried = inputs.part(rows, groups), None
         if factors is not None:
-            factors = factors.part(rows, groups, heads)
-            carried = carry(inputs.q, inputs.k, factors, scale, layout, backward)
+            factors = factors.part(rows, groups)
+            carried = carry(inputs.q, inputs.k, factors, scale, layout)
         return Piece(inputs, factors, gates, carried, layout, scale)
 
     def grid(self, heads: int) -> tuple[int, int]:
@@ -276,7 +271,7 @@ class Piece:
             "K": x.q.shape[3],
             "V": V,
             "C": layout.tile,
-            "BLOCK": launch_plan(x.q.device).block,
+            "BLOCK": x.plan().block,
             "MAPS": carried is not None,
             "GATE": sums is not None,
             "DOCUMENTS": layout.start_S is not None,
@@ -289,7 +284,7 @@ class Piece:
 
 def attend(piece: Piece, o_BTHV: Tensor, lse_BHS: Tensor) -> None:
     """Writes the output and the log-sum-exps of a piece."""
-    operands, sizes, options = piece.arguments(launch_plan(o_BTHV.device).forward)
+    operands, sizes, options = piece.arguments(piece.inputs.plan().forward)
     grid = piece.grid(o_BTHV.shape[2])
     launch_forward(grid, *operands, o_BTHV, lse_BHS, *sizes, **options)
 
@@ -305,7 +300,7 @@ def attend_backward(
 ) -> None:
     """Writes the gradients of a piece's inputs, but the gate's; with a gate the sums of ds over
     rows [B, H, S], and over columns in parts [parts, B, H, S]."""
-    plan, carried, gradients = launch_plan(do_BTHV.device), piece.carried, None
+    plan, carried, gradients = piece.inputs.plan(), piece.carried, None
     if carried is not None:
         gradients = CarriedGradients.empty(carried)
     rows_BHS, columns_PBHS = (None, None) if ds is None else ds
@@ -327,17 +322,19 @@ def attend_backward(
         **options,
     )
     operands, sizes, options = piece.arguments(plan.queries)
-    versions = [None, found.q, None, None]
-    if carried is not None and gradients is not None:
-        versions = [carried.maps, gradients.q_left, gradients.q, gradients.logits]
+    of_tiles = [*[None] * 6, found.q, *[None] * 4]
+    if carried is not None and gradients is not None and piece.factors is not None:
+        w, beta = piece.factors.w, piece.factors.beta
+        of_tiles = [piece.inputs.k, w, beta, carried.XT, carried.Y, carried.maps, found.q]
+        of_tiles += [gradients.q_left, gradients.q, gradients.logits, gradients.M]
     grid = piece.grid(found.q.shape[2])
-    launch_queries(grid, *operands, *of_rows, *versions, rows_BHS, columns_PBHS, *sizes, **options)
+    launch_queries(grid, *operands, *of_rows, *of_tiles, rows_BHS, columns_PBHS, *sizes, **options)
     if piece.factors is not None:
         assert carried is not None
         assert gradients is not None
         assert found.w is not None
         assert found.beta is not None
-        written = found.q, found.k, found.w, found.beta
+        written = found.k, found.w, found.beta
         carry_gradients(
             piece.inputs.q, piece.inputs.k, piece.factors, piece.scale, piece.layout, carried,
             gradients, *written,

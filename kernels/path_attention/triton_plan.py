@@ -1,7 +1,7 @@
 """How the kernels are cut and launched, by GPU: a table, no search at run time, which would let
 ranks differ."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +34,12 @@ LARGE = Plan(
     tile=128,
     block=64,
     forward=Launch(warps=8, stages=3),
-    keys=Launch(warps=8, stages=2),
+    keys=Launch(warps=8, stages=3),
     queries=Launch(warps=8, stages=3),
 )
-"""The fastest of those found right on an H200 (README.md has others' times)."""
+LARGE_NARROW = replace(LARGE, forward=Launch(warps=4, stages=3))
+"""The fastest of those found right on an H200 (README.md has others' times); for heads of 64, of
+which two forward programs fit a multiprocessor."""
 SMALL = Plan(
     tile=128,
     block=64,
@@ -55,8 +57,11 @@ def large(device: torch.device) -> bool:
     return properties.shared_memory_per_block_optin >= SHARED_MEMORY_BYTES
 
 
-def launch_plan(device: torch.device) -> Plan:
-    return LARGE if large(device) else SMALL
+def launch_plan(device: torch.device, width: int) -> Plan:
+    """For K and V of at most `width`."""
+    if not large(device):
+        return SMALL
+    return LARGE if width > 64 else LARGE_NARROW
 
 
 @dataclass(frozen=True)

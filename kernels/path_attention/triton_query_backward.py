@@ -8,6 +8,7 @@ import triton.language as tl
 
 from mixtron.kernels.path_attention.triton_backward import block_sum
 from mixtron.kernels.path_attention.triton_forward import LOG2_E, VARYING
+from mixtron.kernels.path_attention.triton_tile_gradients import query_gradient
 from mixtron.kernels.path_attention.triton_tiles import longest_first, lower
 from mixtron.kernels.path_attention.triton_tree import (
     first_tile,
@@ -30,10 +31,17 @@ def query_kernel(
     do_BTHV,
     lse_BHS,
     delta_BHS,
+    k_BTGK,
+    w,
+    beta,
+    XT,
+    Y,
     maps,
     dq,
+    dq_left,
     dq_versions,
     dlogits,
+    dM,
     rows_BHS,
     columns_PBHS,
     scale,
@@ -60,10 +68,10 @@ def query_kernel(
 ):
     """A tile of C queries of one head: their gradient, and with a gate the sums of ds over rows.
 
-    With maps the gradient of the tile's queries at its left edge, that of the logits inside the
-    tile (and with a gate its sums over columns), and in place of each version's own gradient that
-    of the next one, v' = v P: dv = own + dv' P^T. Hence the way from the farthest keys to the
-    nearest.
+    With maps also that of the queries at the tile's left edge, of the logits inside the tile (and
+    with a gate its sums over columns) and -dM (triton_tile_gradients.py), and in place of each
+    version's own gradient that of the next one, v' = v P: dv = own + dv' P^T. Hence the way from
+    the farthest keys to the nearest.
     """
     turn, bh = longest_first()
     a = tl.num_programs(0) - 1 - turn
@@ -125,7 +133,7 @@ def query_kernel(
     between = tl.full([], 0.0, tl.float64)
     if GATE:
         after, total = gates + 3 * plane + bh * S, totals + bh * (S // BLOCK)
-        between = block_sum(total, low // BLOCK, a * (C // BLOCK))
+        between = block_sum(total, low // BLOCK + 1, a * (C // BLOCK))
     if MAPS:
         first_a = first_tile(start_S, a, C, DOCUMENTS)
         own, map_row = versions, nodes
@@ -151,7 +159,12 @@ def query_kernel(
                     keys_0, v, after, total, tl.maximum(before * C, low), edge * C, 1.0 * LOG2_E,
                     K, groups * V, K, V, BLOCK, GATE, DOCUMENTS, PRODUCT, STAGES,
                 )  # fmt: skip
-        tl.store(tile(dq, bh * S + a * C, K, row_C, key_K), dq_CK.to(dq.dtype.element_ty))
+        left_tile = tile(dq_left, bh * S + a * C, K, row_C, key_K)
+        tl.store(left_tile, dq_CK.to(dq_left.dtype.element_ty))
+        query_gradient(
+            dq_CK, k_BTGK, w, beta, start_S, XT, Y, dlogits, dq, dM, scale / LOG2_E, a, bh,
+            T, S, heads, H, R, K, C, PRODUCT, DOCUMENTS,
+        )  # fmt: skip
     else:
         dq_CK, sum_C, between = _walk_keys(
             dq_CK, sum_C, between, q_CK, do_CV, lse_C, delta_C, start_C,
@@ -193,7 +206,7 @@ def _walk_keys(
 ):
     """The key blocks lo .. hi, all before the queries, from the first to the last.
 
-    `between` is the sum of the gates from block lo's left edge to the query tile's left edge. What
+    `between` is the sum of the gates from block lo's right edge to the query tile's left edge. What
     is taken from it on the way is exact to fp64's precision.
     """
     column = tl.arange(0, BLOCK)
@@ -207,8 +220,9 @@ def _walk_keys(
         v_BV = tl.load(tile(v, first, v_row, column, value_V)).to(PRODUCT)
         s_CB = tl.dot(q_CK, tl.trans(k_BK)) * scale
         if GATE:
-            between -= tl.load(total + first // BLOCK).to(tl.float64)
             s_CB += (tl.load(after + first + column) + between.to(tl.float32))[None, :]
+            # Of the next block, which may be the queries' own.
+            between -= tl.load(total + first // BLOCK + 1).to(tl.float64)
         if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
             if first < latest:
                 s_CB = tl.where((first + column)[None, :] >= start_C[:, None], s_CB, float("-inf"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mixtron.kernels.launching import Launched
 
-BLOCK = 1024
+BLOCK, BACKWARD_BLOCK = 1024, 4096
 """Channels of a program; it owns one token, so that its reads are of dense rows."""
 
 
@@ -38,7 +38,7 @@ def activate(joined: Tensor) -> Tensor:
     F = joined.shape[-1] // 2
     y = joined.new_empty(*joined.shape[:-1], F)
     if y.numel():
-        forward(_grid(joined), joined, y, F=F, BLOCK=BLOCK, num_warps=4)
+        forward(_grid(joined, BLOCK), joined, y, F=F, BLOCK=BLOCK, num_warps=4)
     return y
 
 
@@ -47,14 +47,14 @@ def gradient(joined: Tensor, dy: Tensor, y: Tensor | None = None) -> Tensor:
     djoined = torch.empty_like(joined)
     if dy.numel():
         F = dy.shape[-1]
-        options = {"F": F, "BLOCK": BLOCK, "AGAIN": y is not None}
-        backward(_grid(joined), joined, dy, djoined, y, **options, num_warps=4)
+        options = {"F": F, "BLOCK": BACKWARD_BLOCK, "AGAIN": y is not None}
+        backward(_grid(joined, BACKWARD_BLOCK), joined, dy, djoined, y, **options, num_warps=4)
     return djoined
 
 
-def _grid(joined: Tensor) -> tuple[int, int]:
+def _grid(joined: Tensor, block: int) -> tuple[int, int]:
     width = joined.shape[-1]
-    return joined.numel() // width, triton.cdiv(width // 2, BLOCK)
+    return joined.numel() // width, triton.cdiv(width // 2, block)
 
 
 @triton.jit

@@ -4,8 +4,9 @@
     path                its PaTHAttentionForCausalLM
     softmax_attention   transformers' LlamaForCausalLM with torch's SDPA
 
-In bf16 with torch's fused AdamW, whose state is in bf16 as well, on random tokens; the loss by the
-library's fused linear cross-entropy where it has one. All of them need the `bench` extra.
+In bf16 with torch's fused AdamW, whose state is in bf16 as well, on random tokens. Of
+flash-linear-attention with both of its losses: of all logits, and chunk by chunk of them in less
+memory. All of them need the `bench` extra.
 """
 
 import importlib.util
@@ -27,7 +28,7 @@ PEERS = {
 
 
 def bench_peer(config: RunConfig, steps: int, warm_up: int) -> None:
-    """Prints a table of one row.
+    """Prints a table.
 
     Raises:
         ConfigError: no GPU, no peer of the config's mixers, or its library is missing.
@@ -43,13 +44,25 @@ def bench_peer(config: RunConfig, steps: int, warm_up: int) -> None:
             raise ConfigError(f"{PEERS[kind]}: {library} is missing; install the `bench` extra")
     if not torch.cuda.is_available():
         raise ConfigError("mixtron bench peer needs a GPU, and there is none")
+    losses = {"": {}}
+    if PEERS[kind].startswith("fla"):
+        chunked = {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}
+        losses = {", all logits": {}, ", logits by chunks": chunked}
+    rows = [row(kind, config, steps, warm_up, name, loss) for name, loss in losses.items()]
+    heads = ("peer", "parameters", "tokens a step", "ms a step", "tokens/s")
+    print(f"{versions()}\n\n{table((*heads, 'peak GiB', 'reserved GiB'), rows)}\n")
+
+
+def row(kind: str, config: RunConfig, steps: int, warm_up: int, name: str, loss: dict) -> tuple:
+    """Of the table; the model is gone afterwards."""
+    torch.cuda.empty_cache()
     with torch.device("cuda"):
-        model = build(kind, config).to(torch.bfloat16).train()
+        model = build(kind, config, loss).to(torch.bfloat16).train()
     sequences, length = config.training.micro_batch_sequences, config.data.sequence_length
     seconds = seconds_per_step(model, sequences, length, config.model.vocab_size, steps, warm_up)
     tokens = sequences * length
-    row = (
-        PEERS[kind],
+    return (
+        PEERS[kind] + name,
         f"{sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M",
         f"{tokens:,}",
         f"{1000 * seconds:,.1f}",
@@ -57,12 +70,10 @@ def bench_peer(config: RunConfig, steps: int, warm_up: int) -> None:
         f"{torch.cuda.max_memory_allocated() / 2**30:,.1f}",
         f"{torch.cuda.max_memory_reserved() / 2**30:,.1f}",
     )
-    heads = ("peer", "parameters", "tokens a step", "ms a step", "tokens/s")
-    print(f"{versions()}\n\n{table((*heads, 'peak GiB', 'reserved GiB'), [row])}\n")
 
 
-def build(kind: str, config: RunConfig) -> nn.Module:
-    """The peer's model, drawn as its library draws it."""
+def build(kind: str, config: RunConfig, loss: dict) -> nn.Module:
+    """The peer's model with these options of its loss, drawn as its library draws it."""
     model = config.model
     mixer: Any = config.mixers[model.layer_mixers[0]]
     shape = {
@@ -81,7 +92,6 @@ def build(kind: str, config: RunConfig) -> nn.Module:
     import fla.models as library  # pyright: ignore[reportMissingImports]
     from fla.ops.common import chunk_o  # pyright: ignore[reportMissingImports]
 
-    loss = {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}
     if kind == "path":
         heads = {"num_heads": mixer.heads, "num_kv_heads": mixer.kv_heads}
         return library.PaTHAttentionForCausalLM(

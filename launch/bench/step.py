@@ -80,7 +80,7 @@ def bench_step(config: RunConfig, options: Options) -> None:
     """Prints the tables on rank 0. Raises errors with an exit code for what a person must mend."""
     ranks = begin(config)
     config = with_micro_batches(config, ranks.data_size, options.micro_batches)
-    check(config, ranks.world_size)
+    check(config, ranks.world_size, packed=False)
     say: Callable[[str], None] = print if ranks.is_first else lambda text: None
     length, vocabulary = config.data.sequence_length, config.model.vocab_size
     run = build_run(config, ranks, RandomTokens(length, vocabulary, options.documents))

@@ -118,6 +118,10 @@ class MixerConfig(BaseModel):
     context_recordable: ClassVar[bool] = False
     """Whether that holds as well where its sequence is split over ranks."""
 
+    def reads_lengths(self, precision: str) -> bool:
+        """Whether it does so only while the documents' lengths stay the same."""
+        return False
+
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         """Raises ConfigError for a device ("cuda", "cpu") or a precision ("bf16", "fp32") that a
         form chosen in the config cannot run on."""

@@ -15,7 +15,7 @@ torch.use_deterministic_algorithms(True)
 # Small tiles: few tokens make a tree of three levels. Of the maps' kernels half a program.
 triton_carry.SHARES = {name: triton_carry.Share(8, 4) for name in triton_carry.SHARES}
 small = Launch(warps=4, stages=1)
-triton_op.launch_plan = lambda device: Plan(16, 8, small, small, small)
+triton_op.launch_plan = lambda device, width: Plan(16, 8, small, small, small)
 H, K = 2, 16
 
 

@@ -5,7 +5,6 @@ import torch
 
 from mixtron.kernels import self_test_cases
 from mixtron.kernels.delta_rule import triton_plan
-from mixtron.kernels.path_attention import triton_op as path_op
 from mixtron.kernels.path_attention import triton_plan as path_plan
 from mixtron.kernels.self_test import results
 from mixtron.kernels.triton_tools import SHARED_MEMORY_BYTES
@@ -16,8 +15,7 @@ CASES = {case.name: case for case in self_test_cases.all_cases()}
 
 def launches(case, capability, monkeypatch):
     monkeypatch.setattr(triton_plan, "architecture", lambda device: capability)
-    plan = path_plan.LARGE if capability == 90 else path_plan.SMALL
-    monkeypatch.setattr(path_op, "launch_plan", lambda device: plan)
+    monkeypatch.setattr(path_plan, "large", lambda device: capability == 90)
     inputs = {n: x if n in case.wide else x.bfloat16() for n, x in case.inputs.items()}
     weight = torch.zeros(case.reference(*inputs.values()).shape)
     with recorded() as found:

@@ -130,7 +130,9 @@ def test_no_bit_differs_of_states_that_context_ranks_exchange():
 
 def test_a_batch_that_a_layer_would_read_otherwise_is_refused():
     with pytest.raises(
-        RankFailure, match="a layer reads lengths of a batch on the host, which was"
+        RankFailure,
+        match=r"mixer 'full' reads lengths of a batch on the host, which was .*; set "
+        r"mixers\.full\.kernel=triton, or training",
     ):
         run_on_ranks(1, trained, "debug_softmax_attention", [], True)
 
@@ -151,6 +153,15 @@ def test_what_cannot_be_recorded_is_refused(overrides, said):
     config = load_config(CONFIGS / "debug_kla.yaml", ["training.layer_graphs=true", *overrides])
     with pytest.raises(ConfigError, match=said):
         check(config, config.parallel.context * config.parallel.pipeline)
+
+
+def test_changing_lengths_are_refused_where_layers_read_them():
+    config = load_config(CONFIGS / "attention_400m.yaml", ["training.layer_graphs=true"])
+    with pytest.raises(ConfigError, match=r"'attention' .* set mixers\.attention\.kernel=triton$"):
+        check(config, 1)
+    check(config, 1, packed=False)
+    on_the_device = ["training.layer_graphs=true", "mixers.attention.kernel=triton"]
+    check(load_config(CONFIGS / "attention_400m.yaml", on_the_device), 1)
 
 
 def test_a_cpu_is_refused():

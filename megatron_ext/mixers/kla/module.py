@@ -102,7 +102,10 @@ class Mixer(ShardedModule):
         convolved = self.convolution.components(raw_TBE, batch)
         if "conv" not in self.config.recomputed:  # type: ignore[attr-defined]
             return self._mix_convolved(convolved, raw_TBE, parts, batch)
-        with computed_again(lambda: self.convolution.components(raw_TBE, batch), convolved):
+        # Of Triton's op values are not kept.
+        kept = convolved[:2] if self.mixer.kernel == "triton" else convolved
+        again = partial(self.convolution.components, raw_TBE, batch, len(kept))
+        with computed_again(again, kept):
             return self._mix_convolved(convolved, raw_TBE, parts, batch)
 
     def _mix_convolved(
@@ -150,7 +153,8 @@ class Mixer(ShardedModule):
     def _report(self, log_decay_BTJ: Tensor | None, eta_BTJ: Tensor, scalars: Scalars) -> None:
         scalars.add_mean(f"kla_step_size/layer_{self.layer_number}", eta_BTJ)
         if log_decay_BTJ is not None:
-            scalars.add_mean(f"kla_decay/layer_{self.layer_number}", log_decay_BTJ.exp())
+            decay_BTJ = log_decay_BTJ.detach().exp()  # a node of autograd would keep the layer
+            scalars.add_mean(f"kla_decay/layer_{self.layer_number}", decay_BTJ)
 
     def _mix_exchanged(self, q_BTHK: Tensor, writes: list, batch: Batch) -> Tensor:
         """The whole stream for this context rank's share of the heads, there and back."""

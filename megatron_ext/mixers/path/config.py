@@ -1,5 +1,6 @@
 """Options of PaTH attention, and what FoX shares with it."""
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -192,24 +193,19 @@ class PathFamilyConfig(MixerConfig):
 
     def _triton_working_bytes(self, tokens: int, tensor: int, element: int) -> float:
         query, kv = self.widths()
-        # Inputs in one piece and their gradients, the output's gradient; lse, delta and the gate's.
-        elements = 3 * query + 4 * kv
+        # Gradients of the inputs and the output, v in one piece; lse, delta and the gate's.
+        elements = 2 * query + (2 + self.qk_norm) * kv
         fp32 = self.heads * (20 if self.gated else 3)
         if not self.rank:
             return tokens * (elements * element + 4 * fp32) / tensor
         fp32 += kv  # w's gradient
         # What one key/value head needs (kernels/path_attention/triton_carry.py), as if all tokens
-        # were one document: there are half as many spans as tiles in a span, or twice as many.
+        # were one document: half of them have a version a level of the tree, which has twice as
+        # many nodes as tiles.
         K, C, shared = self.head_dim, TRITON_TILE, self.heads // self.kv_heads
-        versions = 1.25 * (tokens / C) ** 0.5
-        one = tokens * (
-            2 * 2 * K * shared * versions
-            + 8 * C
-            + 14 * K
-            + 8 * K * K / C
-            + 16
-            + shared * (8 * C + 2 * K)
-        )
+        levels = math.ceil(math.log2(max(1, tokens / C)))
+        keys = levels * K + 4 * K * K / C + C + 2 * K
+        one = 2 * tokens * (keys + shared * (levels * K + 2 * C + K))
         piece = max(one, min(TRITON_WORKSPACE_BYTES, one * self.kv_heads / tensor))
         return tokens * (elements * element + 4 * fp32) / tensor + piece
 

@@ -173,7 +173,7 @@ class Mixer(ShardedModule):
         if beta is not None:
             scalars.add_mean(f"path_beta/layer_{self.layer_number}", beta)
         if log_forget is not None:
-            scalars.add_mean(f"forget_gate/layer_{self.layer_number}", log_forget.exp())
+            scalars.add_mean(f"forget_gate/layer_{self.layer_number}", log_forget.detach().exp())
 
     def _mix_in_ring(
         self, inputs: list[tuple], segments: Segments, max_seqlen: int

@@ -138,6 +138,9 @@ class Config(MixerConfig):
     def recordable(self) -> bool:
         return True
 
+    def reads_lengths(self, precision: str) -> bool:
+        return self.kernel == "cudnn" or precision == "fp32"
+
     def check_device(self, name: str, device_type: str, precision: str) -> None:
         if self.kernel != "torch" and (device_type != "cuda" or precision != "bf16"):
             raise ConfigError(

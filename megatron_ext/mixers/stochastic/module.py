@@ -106,7 +106,9 @@ class Mixer(ShardedModule):
         gates = {path: parts[f"{path}_gate"].flatten(0, 1) for path in attended}
         if batch.scalars is not None:
             for path, gate_TH in gates.items():
-                batch.scalars.add_mean(f"{path}_gate/layer_{self.layer_number}", gate_TH.sigmoid())
+                batch.scalars.add_mean(
+                    f"{path}_gate/layer_{self.layer_number}", gate_TH.detach().sigmoid()
+                )
         if self.mixer.kernel == "triton":
             return gated_sum(sa_THK, swa_THK, gates["sa"], gates["swa"])
         heads = sa_THK.shape[1]
