@@ -47,7 +47,7 @@ class Bench:
 def build(config: RunConfig) -> Bench:
     """All ranks of the world call it. Raises ConfigError for what does not fit the ranks."""
     device = init_distributed()
-    check(config, dist.get_world_size())
+    check(config, dist.get_world_size(), packed=False)
     check_device(config, device.type)
     parallel, training = config.parallel, config.training
     ranks = ranks_of(parallel)
