@@ -148,12 +148,12 @@ def check_layer_graphs(config: RunConfig) -> None:
     if not config.training.layer_graphs:
         return
     said, model = "training.layer_graphs=true", config.model
-    for key in ("tensor", "context", "pipeline"):
-        if (value := getattr(config.parallel, key)) > 1:
-            raise ConfigError(
-                f"{said} with parallel.{key}={value}: layers are recorded on ranks that hold them "
-                f"whole; use parallel.{key}=1, or training.layer_graphs=false"
-            )
+    parallel = config.parallel
+    if parallel.pipeline > 1:
+        raise ConfigError(
+            f"{said} with parallel.pipeline={parallel.pipeline}: a layer's tensors are recorded "
+            "for one micro-batch under way; use parallel.pipeline=1, or training.layer_graphs=false"
+        )
     if config.engine == "deepspeed":
         raise ConfigError(f"{said} is for engine=megatron")
     if config.training.debug:
@@ -172,6 +172,12 @@ def check_layer_graphs(config: RunConfig) -> None:
             raise ConfigError(
                 f"{said}: mixer {name!r} (type {mixer.type!r}) decides on the host from each batch "
                 f"what to launch{hint}"
+            )
+        if parallel.context > 1 and not mixer.context_recordable:
+            raise ConfigError(
+                f"{said} with parallel.context={parallel.context}: mixer {name!r} (type "
+                f"{mixer.type!r}) decides on the host what context ranks send each other; use "
+                "parallel.context=1, or training.layer_graphs=false"
             )
 
 

@@ -85,6 +85,7 @@ def run_rank(
     cpu_backend.install()  # first: without a GPU it leaves Megatron's compiler out
     from mixtron.launch.loop import train
     from mixtron.launch.setup_run import prepare
+    from mixtron.megatron_ext.layer_graphs import release_recordings
 
     # Results must not depend on how the job was started: torchrun sets this, srun does not.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
@@ -98,6 +99,7 @@ def run_rank(
         exit_codes.write_exit_file(Path(config.run_dir), code)
         run.say("finished" if code == exit_codes.FINISHED else f"exit code {code}")
     dist.barrier()
+    release_recordings()
     dist.destroy_process_group()
     return code
 

@@ -5,6 +5,9 @@ A replay repeats the kernels of the recording with its arguments. What they read
 copied into the tensors that were recorded; what a layer reads of a batch on the host must be the
 same in every batch, and what it read is compared. Everything else stays as without graphs: each
 layer is a node of autograd, and gradients are registered with Megatron as they become ready.
+
+What a layer's ranks send each other under tensor and context parallelism is recorded as well. All
+of them record at the same micro-batch and replay in the same order: they see the same documents.
 """
 
 import copy
@@ -13,17 +16,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from reprlib import repr
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor, nn
 
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.scalars import Scalars
+from mixtron.megatron_ext.state_relay import Neighbours
 
 EAGER_MICRO_BATCHES = 3
-"""Before a recording: they compile kernels and let libraries set themselves up."""
+"""Before a recording: they compile kernels and let libraries set themselves up, NCCL's connections
+between ranks among them."""
 ON_THE_HOST = frozenset({"lengths", "rows", "token_kinds"})
 
 
@@ -48,7 +55,7 @@ def watched(batch: Batch) -> WatchedBatch:
     made.__class__ = WatchedBatch
     made.read, made.reader, made._shared, made.scalars = {}, None, {}, Scalars()
     # By `made`, so that other rows are refused: no document of theirs may be longer.
-    made.max_seqlen = len(batch.position_ids) // made.rows
+    made.max_seqlen = _tokens(batch) // made.rows
     made.position_ids = torch.empty_like(batch.position_ids)
     made.cu_seqlens = torch.empty_like(batch.cu_seqlens)
     made.step = torch.empty((), dtype=torch.int64, device=batch.position_ids.device)
@@ -62,7 +69,12 @@ def take(made: Any, batch: Batch) -> None:
     made.position_ids.copy_(batch.position_ids)
     offsets = len(batch.cu_seqlens)
     made.cu_seqlens[:offsets].copy_(batch.cu_seqlens)
-    made.cu_seqlens[offsets:].fill_(len(batch.position_ids))
+    made.cu_seqlens[offsets:].fill_(_tokens(batch))
+
+
+def _tokens(batch: Batch) -> int:
+    """Of the whole stream, of which a context rank holds a share."""
+    return batch.context_size * len(batch.position_ids)
 
 
 class LayerGraphs:
@@ -74,8 +86,10 @@ class LayerGraphs:
         self.eager_left = EAGER_MICRO_BATCHES
         self.recorded: list[RecordedLayer] = []
         self.batch: WatchedBatch | None = None
+        self.buffers: list[Tensor] = []
         for layer in self.layers:
             layer.graphs = self
+        _alive.add(self)
 
     def run(self, layer: Any, hidden_TBD: Tensor, batch: Batch) -> Tensor:
         """What `layer.compute` gives.
@@ -108,9 +122,12 @@ class LayerGraphs:
                 raise _other_batch(name, recorded, found, layer)
         take(self.batch, batch)
 
+    def release(self) -> None:
+        """Frees the recordings and their memory."""
+        self.recorded, self.batch, self.buffers = [], None, []
+
     def _record(self, hidden_TBD: Tensor, batch: Batch) -> None:
-        self.recorded = []  # frees the memory of an earlier recording
-        self.batch = None
+        self.release()
         for group in self._bucket_groups(self.wrapped.parameters()):
             group.finish_param_sync()
         torch.cuda.synchronize()
@@ -124,9 +141,14 @@ class LayerGraphs:
                 with _leaves(layer, scratch=True) as leaves:
                     output_TBD = layer.compute(input_TBD, unrecorded)
                 torch.autograd.grad(output_TBD, [input_TBD, *leaves], output_TBD.detach())
+                # A recording cannot wait for what was launched before it.
+                for beside in neighbours(layer):
+                    beside.finish()
             del output_TBD, leaves
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what this stream alone could use
+            # Megatron gathers into buffers that it replaces by larger ones; those recorded stay.
+            self.buffers = list(get_global_memory_buffer().buffer.values())
             # Other tensors than those before: what is kept of a tensor is then computed anew.
             self.batch = watched(batch)
             gradient_TBD = torch.zeros_like(hidden_TBD)
@@ -164,9 +186,11 @@ class RecordedLayer:
         self.parameters = list(layer.parameters())
         self.bucket_groups = graphs._bucket_groups(self.parameters)
         self.input_TBD = input_TBD
+        self.beside = neighbours(layer)
         self.forward = torch.cuda.CUDAGraph()
         with _leaves(layer) as self.leaves, _recording(self.forward, pool, stream):
             self.attached_TBD = layer.compute(input_TBD, graphs.batch)
+            self._finish_sending()
         self.output_TBD = self.attached_TBD.detach()
 
     def record_backward(self, gradient_TBD: Tensor, pool, stream) -> None:
@@ -178,8 +202,14 @@ class RecordedLayer:
             for leaf, gradient in zip(self.leaves, found, strict=True):
                 if not leaf.grad_added_to_main_grad:
                     leaf.main_grad.add_(gradient)
+            self._finish_sending()
         self.input_gradient_TBD = input_gradient
         del self.attached_TBD, self.leaves
+
+    def _finish_sending(self) -> None:
+        """A recording ends with all that it began."""
+        for beside in self.beside:
+            beside.finish()
 
     def replay_forward(self, input_TBD: Tensor) -> Tensor:
         for group in self.bucket_groups:
@@ -207,6 +237,21 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient_TBD):  # type: ignore[override]
         return ctx.recorded.replay_backward(gradient_TBD), None
+
+
+_alive: WeakSet[LayerGraphs] = WeakSet()
+
+
+def release_recordings() -> None:
+    """Before process groups are destroyed: NCCL waits until no graph holds its calls."""
+    for graphs in list(_alive):
+        graphs.release()
+
+
+def neighbours(layer: nn.Module) -> list[Neighbours]:
+    """Through which the layer's parts send to other context ranks beside its computing."""
+    held = (value for module in layer.modules() for value in vars(module).values())
+    return [value for value in held if isinstance(value, Neighbours)]
 
 
 def _other_batch(name: str, recorded: Any, found: Any, layer: Any) -> ConfigError:

@@ -28,12 +28,17 @@ class Neighbours:
 
     def start(self, x: Tensor, rank: int) -> None:
         """Begins to send. What was sent before has long arrived, and is let go."""
-        if self._under_way is not None:
-            self._under_way[0].wait()
+        self.finish()
         x = x.contiguous()
         work = dist.isend(x, rank, group=self.group)
         assert work is not None
         self._under_way = (work, x)
+
+    def finish(self) -> None:
+        """What is computed next begins when what was sent has left."""
+        if self._under_way is not None:
+            self._under_way[0].wait()
+            self._under_way = None
 
     def take(self, like: Tensor, rank: int) -> Tensor:
         received = torch.empty_like(like, memory_format=torch.contiguous_format)

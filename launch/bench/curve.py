@@ -16,6 +16,7 @@ from mixtron.launch.config import RunConfig, load_config
 from mixtron.launch.data import open_data
 from mixtron.launch.loop import train_step
 from mixtron.launch.train import quiet_libraries
+from mixtron.megatron_ext.layer_graphs import release_recordings
 
 LOGGED = ("train/loss", "train/grad_norm", "train/skipped_steps")
 
@@ -52,6 +53,7 @@ def main(path: str, rows: str, steps: str, limit_s: str, *overrides: str) -> int
             raise
         print(f"mixtron: {error}", file=sys.stderr)
         return code
+    release_recordings()
     dist.destroy_process_group()
     return exit_codes.FINISHED
 

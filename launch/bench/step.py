@@ -29,7 +29,7 @@ from mixtron.launch.sample_stream import Sample
 from mixtron.launch.saver import Saver
 from mixtron.launch.signals import StopFlag
 from mixtron.launch.train import quiet_libraries
-from mixtron.megatron_ext.layer_graphs import LayerGraphs
+from mixtron.megatron_ext.layer_graphs import LayerGraphs, release_recordings
 from mixtron.megatron_ext.model import build_model
 from mixtron.megatron_ext.optimizer import build_optimizer, wrap_model
 from mixtron.megatron_ext.parallel import Ranks, init_distributed, init_model_parallel
@@ -232,4 +232,5 @@ def peak_of(ranks: Ranks) -> float | None:
 if __name__ == "__main__":
     quiet_libraries()
     bench_step(load_config(sys.argv[1], sys.argv[2:]), Options())
+    release_recordings()
     dist.destroy_process_group()

@@ -115,6 +115,9 @@ class MixerConfig(BaseModel):
         """Whether a layer launches the same for all batches of a shape (see layer_graphs.py)."""
         return False
 
+    context_recordable: ClassVar[bool] = False
+    """Whether that holds as well where its sequence is split over ranks."""
+
     def reads_lengths(self, precision: str) -> bool:
         """Whether it does so only while the documents' lengths stay the same."""
         return False

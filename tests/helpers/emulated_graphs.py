@@ -4,8 +4,9 @@ import contextlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
@@ -24,10 +25,11 @@ class EmulatedGraph:
     @torch.no_grad()
     def replay(self) -> None:
         for function, args, kwargs, outputs in self.recorder.calls:
-            for recorded, found in zip(
-                outputs, tree_leaves(function(*args, **kwargs)), strict=True
-            ):
-                if isinstance(found, Tensor) and _memory(found) != _memory(recorded):
+            leaves: list[Any] = tree_leaves(function(*args, **kwargs))
+            for recorded, found in zip(outputs, leaves, strict=True):
+                if hasattr(found, "wait"):
+                    found.wait()  # what ranks send each other
+                elif isinstance(found, Tensor) and _memory(found) != _memory(recorded):
                     recorded.copy_(found)
 
 
@@ -62,3 +64,10 @@ def install(patch) -> None:
     patch.setattr(torch.cuda, "CUDAGraph", EmulatedGraph)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    wait = dist.Work.wait
+
+    def waited(work: dist.Work, *options) -> bool:
+        with _disable_current_modes():  # gloo may copy what came in, which is part of its call
+            return wait(work, *options)
+
+    patch.setattr(dist.Work, "wait", waited)

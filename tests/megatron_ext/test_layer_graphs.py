@@ -1,6 +1,7 @@
 """Layers recorded as graphs: not a bit differs, whatever documents a batch holds."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,10 @@ LOG_LINEAR = (
     "mixers.log={type: log_linear, heads: 2, value_heads: 2, key_dim: 64, value_dim: 64, "
     "kernel: triton}"
 )
+TRITON_PATH = [
+    "model.pattern=[path]",
+    "mixers.path={type: path, heads: 2, kv_heads: 2, head_dim: 64, kernel: triton}",
+]
 SMALL = ["model.layers=2", "model.hidden_size=32", "data.sequence_length=32"]
 
 
@@ -53,13 +58,15 @@ class RandomDocuments:
         return {}
 
 
-def trained(name: str, overrides: list[str], layer_graphs: bool = False) -> tuple[list, list]:
+def trained(
+    name: str, overrides: list[str], layer_graphs: bool = False, *, ranks: Any = None
+) -> tuple[list, list]:
     """What each step logs, and the weights after all of them."""
     from mixtron.launch.bench.step import begin, build_run, with_micro_batches
     from mixtron.launch.loop import train_step
 
     config = load_config(CONFIGS / f"{name}.yaml", [*SMALL, *overrides])
-    ranks = begin(config)
+    ranks = ranks or begin(config)
     config = with_micro_batches(config, ranks.data_size, 2)
     # Not before: a config that says so is refused on a CPU.
     training = config.training.model_copy(update={"layer_graphs": layer_graphs})
@@ -79,8 +86,12 @@ def trained(name: str, overrides: list[str], layer_graphs: bool = False) -> tupl
         (1, ["logging.every_steps=2"]),
         (2, []),
         (1, ["training.recompute=[norm, conv, gate, mlp_act]"]),
+        (2, ["parallel.tensor=2", "parallel.sequence=false"]),
+        (2, ["parallel.tensor=2", "parallel.sequence=true", "training.recompute=[norm]"]),
+        (2, ["parallel.context=2", "mixers.kla.context_exchange=relay"]),
+        (2, ["parallel.context=2", "mixers.kla.context_exchange=state"]),
     ],
-    ids=["one", "data 2", "recompute"],
+    ids=["one", "data 2", "recompute", "tensor 2", "tensor 2 sequence", "relay", "state"],
 )
 def test_no_bit_differs(world, overrides):
     overrides = ["model.pattern=[kla]", *overrides]
@@ -106,6 +117,17 @@ def test_no_bit_differs_of_other_mixers(pattern, mixers):
     test_no_bit_differs(1, [f"model.pattern=[{pattern}]", f"mixers={{{', '.join(mixers)}}}"])
 
 
+def test_no_bit_differs_of_states_that_context_ranks_exchange():
+    dims = "heads: 2, key_dim: 8, value_dim: 8"
+    mixers = [
+        f"gla: {{type: gla, {dims}}}",
+        f"linear: {{type: linear_attention, {dims}}}",
+        f"mamba2: {{type: mamba2, {dims}, value_heads: 2}}",
+    ]
+    overrides = ["model.pattern=[gla, linear, mamba2]", f"mixers={{{', '.join(mixers)}}}"]
+    test_no_bit_differs(2, [*overrides, "model.layers=3", "parallel.context=2"])
+
+
 def test_a_batch_that_a_layer_would_read_otherwise_is_refused():
     with pytest.raises(
         RankFailure,
@@ -118,7 +140,8 @@ def test_a_batch_that_a_layer_would_read_otherwise_is_refused():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["parallel.tensor=2"], "with parallel.tensor=2: layers are recorded on ranks"),
+        (["parallel.pipeline=2"], "with parallel.pipeline=2: .* for one micro-batch under way"),
+        (["parallel.context=2", *TRITON_PATH], "'path' .* what context ranks send each other"),
         (["model.norm=layernorm"], "is for layers with model.norm=rmsnorm"),
         (["training.debug=true"], "leaves training.debug=true nothing to compare"),
         (["training.recompute=full"], "cannot go with training.recompute=full"),
@@ -129,7 +152,7 @@ def test_a_batch_that_a_layer_would_read_otherwise_is_refused():
 def test_what_cannot_be_recorded_is_refused(overrides, said):
     config = load_config(CONFIGS / "debug_kla.yaml", ["training.layer_graphs=true", *overrides])
     with pytest.raises(ConfigError, match=said):
-        check(config, config.parallel.tensor)
+        check(config, config.parallel.context * config.parallel.pipeline)
 
 
 def test_changing_lengths_are_refused_where_layers_read_them():

@@ -5,6 +5,7 @@
 alone: tokens/s and MFU of models on one GPU, what the others are compared with.
 parity: every mixer under every kind of parallelism through NCCL, bf16, against one GPU.
 runs: `mixtron train` stopped by a signal and resumed on other numbers of GPUs, beside parity.
+recorded: layers recorded as CUDA graphs with what ranks send, bit-equal to plain ones.
 scaling: tokens/s, MFU and bytes sent of the same models on all GPUs.
 context: KLA at 32k and 128k tokens over context ranks, by each exchange.
 deepspeed: ZeRO 2 and 3 against one GPU.
@@ -39,7 +40,10 @@ from tests.multi_gpu.cases import (
     wait_until,
 )
 
-RANK_PARTS = ("warm", "alone", "parity", "scaling", "context", "deepspeed", "slower")
+RANK_PARTS = (
+    *("warm", "alone", "parity", "recorded"),
+    *("scaling", "context", "deepspeed", "slower"),
+)
 BESIDE = ("runs", "deterministic")
 PARTS = (*RANK_PARTS, *BESIDE)
 NEED_REFERENCES = {"parity", "deepspeed"}

@@ -21,7 +21,7 @@ def measured(options: Options) -> list[Measured]:
     if options.device == "cpu":
         return [*models.DEBUG, *long(options)]
     large = [models.KLA_1300M, models.SA_SWA_1300M, models.ATTENTION_1300M]
-    return [*models.DATA_PARALLEL, *large, *long(options)]
+    return [*models.DATA_PARALLEL, *large, *long(options), *models.LARGE_RECORDED]
 
 
 def long(options: Options) -> list[Measured]:

@@ -17,7 +17,7 @@ from mixtron.launch.config import RunConfig
 from mixtron.launch.loop import speed
 from mixtron.launch.micro_batch import MicroBatch, collate, run_micro_batches
 from mixtron.launch.sample_stream import Sample
-from mixtron.megatron_ext.layer_graphs import LayerGraphs
+from mixtron.megatron_ext.layer_graphs import EAGER_MICRO_BATCHES, LayerGraphs
 from mixtron.megatron_ext.model import build_model
 from mixtron.megatron_ext.optimizer import build_optimizer, clip_and_step, wrap_model
 from mixtron.megatron_ext.parallel import Ranks, init_distributed
@@ -47,7 +47,7 @@ class Bench:
 def build(config: RunConfig) -> Bench:
     """All ranks of the world call it. Raises ConfigError for what does not fit the ranks."""
     device = init_distributed()
-    check(config, dist.get_world_size())
+    check(config, dist.get_world_size(), packed=False)
     check_device(config, device.type)
     parallel, training = config.parallel, config.training
     ranks = ranks_of(parallel)
@@ -84,7 +84,7 @@ def _sample(generator: np.random.Generator, config: RunConfig) -> Sample:
 
 
 def measure(bench: Bench, steps: int = 4, limit_s: float = 3.0) -> dict[str, float]:
-    """The median of `steps` steps (fewer when they outlast the limit) after two to warm up.
+    """The median of `steps` steps (fewer when they outlast the limit) after some to warm up.
 
     Returns:
         As the training loop logs it: speed/step_s, speed/tokens_per_s, speed/mfu (on a known GPU)
@@ -93,7 +93,10 @@ def measure(bench: Bench, steps: int = 4, limit_s: float = 3.0) -> dict[str, flo
     cuda = bench.ranks.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):
+    warm_up = 2
+    if bench.config.training.layer_graphs:
+        warm_up += EAGER_MICRO_BATCHES // len(bench.micro_batches)
+    for _ in range(warm_up):
         bench.step()
     times: list[float] = []
     while len(times) < steps and sum(times) < limit_s:

@@ -30,14 +30,18 @@ def cases(options: Options) -> list[Case]:
     parallel = ParallelConfig(context=options.gpus)
     found, alone = [], []
     for tokens in models.DEBUG_LENGTHS if debug else models.LENGTHS:
-        model = models.long_kla(tokens, 1, debug)
+        plain = models.long_kla(tokens, 1, debug)
+        # Whole layers computed again are not recorded.
+        recorded = [] if debug or tokens > models.RECOMPUTED_FROM else [models.recorded(plain)]
         for exchange in EXCHANGES:
             override = f"mixers.kla.context_exchange={exchange}"
-            config = configuration(model, parallel, 1, override)
             layout = f"cp{options.gpus} by {exchange}"
-            name = f"{model.name}: {layout}"
-            found.append(Case(name, partial(run, model.name, layout, config, options.gpus)))
-            alone.append(Case(f"{name}, alone", partial(exchange_alone, config)))
+            for model in (*recorded, plain):
+                config = configuration(model, parallel, 1, override)
+                name = f"{model.name}: {layout}"
+                found.append(Case(name, partial(run, model.name, layout, config, options.gpus)))
+            config = configuration(plain, parallel, 1, override)
+            alone.append(Case(f"{plain.name}: {layout}, alone", partial(exchange_alone, config)))
     return [*found, *alone]
 
 

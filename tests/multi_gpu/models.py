@@ -1,6 +1,6 @@
 """The models that are measured."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WIDER = ("model.hidden_size=2048", "model.ffn_hidden_size=5632")
 
@@ -24,8 +24,12 @@ class Measured:
 ATTENTION = Measured("attention_400m", "attention_400m", 8)
 KLA = Measured("kla_400m", "kla_400m", 8)
 SA_SWA = Measured("sa_swa_400m", "sa_swa_400m", 8, overrides=("mixers.sa_swa.kernel=triton",))
-KLA_RECORDED = Measured("kla_400m, recorded", "kla_400m", 8, 2, ("training.layer_graphs=true",))
 PATH = Measured("path_400m", "path_400m", 8, 1, ("mixers.path.kernel=triton",))
+
+
+def recorded(model: Measured) -> Measured:
+    overrides = (*model.overrides, "training.layer_graphs=true")
+    return replace(model, name=f"{model.name}, recorded", overrides=overrides)
 
 
 def wider(model: Measured, mixer: str, *heads: str) -> Measured:
@@ -38,9 +42,9 @@ ATTENTION_1300M = wider(ATTENTION, "attention", "heads", "kv_heads")
 KLA_1300M = wider(KLA, "kla", "heads", "value_heads")
 SA_SWA_1300M = wider(SA_SWA, "sa_swa", "heads", "kv_heads")
 SMALL = (ATTENTION, KLA, SA_SWA)
-DATA_PARALLEL = (KLA_RECORDED, *SMALL)
-"""Layers are recorded on ranks that hold whole ones."""
+DATA_PARALLEL = (recorded(KLA), *SMALL)
 LARGE = (ATTENTION_1300M, KLA_1300M, SA_SWA_1300M)
+LARGE_RECORDED = tuple(map(recorded, LARGE))
 DEBUG = (
     Measured("debug_softmax_attention", "debug_softmax_attention", 1),
     Measured("debug_kla", "debug_kla", 1),

@@ -25,7 +25,7 @@ def cases(options: Options) -> list[Case]:
         return [dp(m, options) for m in models.DEBUG] + [tp(m, options) for m in models.DEBUG]
     return [
         *(dp(model, options) for model in models.DATA_PARALLEL),
-        *(tp(model, options) for model in models.LARGE),
+        *(tp(model, options) for model in (*models.LARGE_RECORDED, *models.LARGE)),
         *(dp(model, options) for model in models.LARGE),
         *(tp(model, options) for model in models.SMALL),
     ]
@@ -66,7 +66,7 @@ def configuration(
 
 def run(model: str, layout: str, config: RunConfig, ranks: int) -> Values:
     """Measures the model, and what a step sends if there is somebody to send to."""
-    bench = build(config)
+    bench, parallel = build(config), config.parallel
     speed = measure(bench)
     values: Values = {
         "model": model,
@@ -81,7 +81,9 @@ def run(model: str, layout: str, config: RunConfig, ranks: int) -> Values:
     try:
         if bench.ranks.device.type == "cuda" and speed["speed/step_s"] < PROFILED_S:
             add_profile(values, bench)
-        if ranks > 1:
+        # What is recorded no call and no trace has sizes of.
+        recorded = config.training.layer_graphs and parallel.tensor * parallel.context > 1
+        if ranks > 1 and not recorded:
             values["predicted bytes"] = bytes_sent_per_step(config, ranks)
             with SentBytes() as sent:
                 bench.step()

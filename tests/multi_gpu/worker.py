@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mixtron.launch.train import quiet_libraries
+from mixtron.megatron_ext.layer_graphs import release_recordings
 from mixtron.megatron_ext.parallel import init_distributed
 from tests.multi_gpu import tables
 from tests.multi_gpu.cases import (
@@ -81,6 +82,7 @@ class World:
 
     def leave(self) -> None:
         if dist.is_initialized():
+            release_recordings()
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
         self.alone = None

@@ -46,6 +46,7 @@ class Config(MixerConfig):
     on any device, or Triton's, for bf16 on a GPU."""
 
     context_parallel: ClassVar[bool] = True
+    context_recordable: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _groups(self):

@@ -34,6 +34,7 @@ class Config(MixerConfig):
     that context ranks exchange, and decoding, are torch's."""
 
     context_parallel: ClassVar[bool] = True
+    context_recordable: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _groups(self):

@@ -32,6 +32,7 @@ class Config(MixerConfig):
     Triton's, for bf16 on a GPU. Decoding is torch's."""
 
     context_parallel: ClassVar[bool] = True
+    context_recordable: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _rotary_pairs(self):

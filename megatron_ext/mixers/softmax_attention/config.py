@@ -40,6 +40,7 @@ class Config(MixerConfig):
     Triton's. The last two run in bf16 on a GPU, without a window."""
 
     context_parallel: ClassVar[bool] = True
+    context_recordable: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _groups(self):
