@@ -97,7 +97,7 @@ def document_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
 def once(cu_seqlens: Tensor, key: Hashable, compute: Callable[[], Any]) -> Any:
     """What `compute` gives for the documents, computed by the first of all layers that are given
     the same tensor of offsets and ask."""
-    version, found = _KNOWN.get(cu_seqlens, (None, {}))
+    version, found = _KNOWN.get(cu_seqlens) or (None, {})
     if version != cu_seqlens._version:
         found = {}
         _KNOWN[cu_seqlens] = cu_seqlens._version, found

@@ -98,7 +98,7 @@ def scatter(base, row_C, stride, column_E, count, x_CE):
 
 
 @triton.jit
-def unit_lower_inverse(A_CC, LOW: tl.constexpr = tl.float32):
+def unit_lower_inverse(A_CC, LOW: tl.constexpr = tl.float32):  # type: ignore[assignment]
     """(I + A)^-1 for a strictly lower triangular A [64, 64] fp32.
 
     The inverse of twice as large diagonal blocks follows from that of the smaller ones:

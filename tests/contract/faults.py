@@ -73,12 +73,12 @@ def unmarked_shard():
 def mean_of_means():
     """A loss averaged over each micro-batch before they are averaged."""
 
-    def masked_mean(mask_BT, loss_BT):
-        loss, count, report = masked_sum(mask_BT, loss_BT)
+    def mean(mask_BT, summed):
+        loss, count, report = plain(mask_BT, summed)
         return loss / count, torch.ones_like(count), report
 
-    masked_sum = micro_batch._masked_sum
-    return mock.patch.object(micro_batch, "_masked_sum", masked_mean)
+    plain = micro_batch._reported
+    return mock.patch.object(micro_batch, "_reported", mean)
 
 
 def own_initial_weights():
