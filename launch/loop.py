@@ -1,5 +1,6 @@
 """The training loop, top to bottom."""
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
+from mixtron.data_prep.errors import DataError
 from mixtron.launch import exit_codes, heartbeat
 from mixtron.launch.agreement import any_rank
 from mixtron.launch.checkpoint_identity import tokenizer_sha256
@@ -179,7 +181,9 @@ def train_step(run: Run) -> dict[str, float]:
     if step < config.training.steps:
         # It does not count yet: a checkpoint of this step knows nothing of it.
         upcoming = run.data.upcoming(config.global_batch_sequences)
-        run.prepared = prepare(run, step + 1, upcoming)
+        # What cannot be read is said by its own step, after what this one saves.
+        with contextlib.suppress(DataError, OSError):
+            run.prepared = prepare(run, step + 1, upcoming)
     clip = config.optimizer.clip_grad_norm
     read = HostCopy(totals)
     grad_norm, applied = clip_and_step(run.optimizer, clip, totals[0])

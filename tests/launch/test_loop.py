@@ -82,6 +82,39 @@ def test_endless_skipping_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_p
     assert names == ["step_00000002"]
 
 
+def train_until_unreadable(config_path: str, readable: int) -> tuple[str, int]:
+    """The error, and the last step that counts, where no more than so many samples can be read."""
+    from mixtron.data_prep.errors import DataError
+    from mixtron.launch import loop
+    from mixtron.launch.config import load_config
+    from mixtron.launch.data import open_data
+    from mixtron.launch.setup_run import prepare
+
+    config = load_config(config_path, ["parallel.tensor=1", "parallel.sequence=false"])
+    run = prepare(config, *open_data(config)[1:])
+    plain, count = run.data.read, 0
+
+    def read(reference):
+        nonlocal count
+        count += 1
+        if count > readable:
+            raise DataError("shard.bin: unreadable")
+        return plain(reference)
+
+    run.data.read = read
+    with pytest.raises(DataError) as caught:
+        loop.train(run)
+    run.saver.finish()
+    return str(caught.value), run.progress.step
+
+
+def test_what_cannot_be_read_ahead_costs_no_step_before_it(corpus, tmp_path):
+    config = write(corpus, tmp_path)
+    found = run_on_ranks(1, train_until_unreadable, str(config), 4 * 4)
+    assert found == [("shard.bin: unreadable", 4)]
+    assert (tmp_path / "run/checkpoints/step_00000004").exists()
+
+
 def losses(config_path: str, overrides: list[str]) -> list[float]:
     from mixtron.launch.config import load_config
     from mixtron.launch.data import open_data
