@@ -19,6 +19,7 @@ from mixtron.launch.checkpoint_files import (
     sync_folder,
 )
 from mixtron.launch.checkpoint_tensors import OPTIMIZER_PREFIX, StoredTensors
+from mixtron.launch.whole_files import replaced
 
 Track = Callable[[Iterable[str]], Iterable[str]]
 """Shows progress over names."""
@@ -169,15 +170,13 @@ def to_safetensors(path: Path, target: Path, track: Track, *, optimizer: bool) -
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    temporary = target.with_name(f".{target.name}.tmp")
-    with temporary.open("wb") as stream:
+    with replaced(target) as file, file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for name in track(names):
             flat = stored.tensor(name).reshape(-1).view(torch.uint8)
             stream.write(flat.numpy().data)
         stream.flush()
         os.fsync(stream.fileno())
-    os.replace(temporary, target)
     sync_folder(target.parent)
 
 

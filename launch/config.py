@@ -13,6 +13,7 @@ from ruamel.yaml.error import YAMLError
 
 from mixtron.launch.slurm.config import SlurmConfig
 from mixtron.launch.synthetic.task import Task, tasks
+from mixtron.launch.whole_files import replaced
 from mixtron.megatron_ext.config import (
     Count,
     DeepSpeedConfig,
@@ -329,12 +330,12 @@ def parse[S: Section](section: type[S], raw: dict) -> S:
 
 
 def dump_config(config: RunConfig, path: str | Path) -> None:
-    """Writes every resolved value; `load_config` reads it back unchanged."""
+    """Writes every resolved value, the file whole; `load_config` reads it back unchanged."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    with open(path, "w") as f:
-        yaml.dump(config.model_dump(mode="json"), f)
+    with replaced(Path(path)) as file:
+        yaml.dump(config.model_dump(mode="json"), file)
 
 
 def json_schema() -> str:

@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+from mixtron.launch.whole_files import replaced
+
 FINISHED = 0
 FAILED = 1
 """An exception that a restart would meet again."""
@@ -37,10 +39,9 @@ def exit_code_of(error: BaseException) -> int:
 
 def write_exit_file(run_dir: Path, code: int) -> None:
     """Tells the launcher how the run ended: torchrun returns 1 whatever its workers returned."""
-    temporary = run_dir / f".exit.json.{os.getpid()}.tmp"
     content = {"exit_code": code, "launch": os.environ.get(LAUNCH_VARIABLE, "")}
-    temporary.write_text(json.dumps(content) + "\n")
-    os.replace(temporary, run_dir / "exit.json")
+    with replaced(run_dir / "exit.json") as file:
+        file.write_text(json.dumps(content) + "\n")
 
 
 def read_exit_file(run_dir: Path, launch: str) -> int:

@@ -2,13 +2,13 @@
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
 from mixtron.launch.metrics_files import METRICS, STARTS, whole_rows
+from mixtron.launch.whole_files import replaced
 
 
 class Metrics:
@@ -51,9 +51,8 @@ def _drop_later_lines(path: Path, first_step: int) -> int:
         reached = max(reached, row["step"])
         if row["step"] < first_step:
             kept.append(json.dumps(row))
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(f"{line}\n" for line in kept))
-    os.replace(temporary, path)
+    with replaced(path) as file:
+        file.write_text("".join(f"{line}\n" for line in kept))
     return reached
 
 

@@ -31,6 +31,7 @@ from mixtron.launch.preflight import check_ranks
 from mixtron.launch.saver import Saver
 from mixtron.launch.self_test import check_kernels
 from mixtron.launch.signals import StopFlag
+from mixtron.launch.whole_files import replaced
 from mixtron.megatron_ext.deepspeed_engine import build_deepspeed
 from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.layer_graphs import LayerGraphs
@@ -127,7 +128,8 @@ def copy_tokenizer(tokenizer: Path, copy: Path) -> None:
     names = [tokenizer.name] if tokenizer.suffix == ".model" else TOKENIZER_FILES
     for name in names:
         if (folder / name).is_file():
-            shutil.copyfile(folder / name, copy / name)
+            with replaced(copy / name) as file:
+                shutil.copyfile(folder / name, file)
 
 
 def refuse_full_disk(config: RunConfig) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mixtron.launch.heartbeat import DUMP_SIGNAL, Beat, read_beats, stacks_file
 from mixtron.launch.slurm.task import Task
+from mixtron.launch.whole_files import replaced
 
 SHARED_POLL_S = 5.0
 DUMP_S = 1.0
@@ -152,6 +153,5 @@ def _is_overdue(beat: Beat) -> bool:
 
 
 def write_json(path: Path, content: object) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content))
-    os.replace(temporary, path)
+    with replaced(path) as file:
+        file.write_text(json.dumps(content))

@@ -11,6 +11,7 @@ from mixtron.launch.slurm import queue, run_folder
 from mixtron.launch.slurm.checks import check_job
 from mixtron.launch.slurm.config import SlurmConfig, load_profile
 from mixtron.launch.slurm.script import job_script
+from mixtron.launch.whole_files import replaced
 from mixtron.megatron_ext.errors import ConfigError
 
 
@@ -129,7 +130,8 @@ def write_folders(submission: Submission, text: str) -> Path:
     folder = run_folder.slurm_folder(submission.folder)
     if submission.is_sweep:
         lines = "".join(f"{run_dir}\n" for run_dir in submission.run_dirs)
-        (submission.folder / "runs.txt").write_text(lines)
+        with replaced(submission.folder / "runs.txt") as file:
+            file.write_text(lines)
     run_folder.snapshot_code(submission.folder)
     run_folder.list_environment(submission.folder)
     script = folder / "job.sh"

@@ -9,6 +9,8 @@ import os
 import tarfile
 from pathlib import Path
 
+from mixtron.launch.whole_files import replaced
+
 ARCHIVE = Path("slurm") / "triton_cache.tar"
 
 
@@ -34,11 +36,9 @@ def pack(run_dir: Path) -> None:
     kernels = [p for p in folder.iterdir() if not p.name.startswith(".")]
     if archive.exists() or not kernels:
         return
-    temporary = archive.with_suffix(f".{os.getpid()}.tmp")
-    with tarfile.open(temporary, "w") as tar:
+    with replaced(archive) as file, tarfile.open(file, "w") as tar:
         for path in kernels:
             tar.add(path, arcname=path.name)
-    os.replace(temporary, archive)
 
 
 def cache_folder() -> Path:

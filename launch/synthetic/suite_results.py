@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from mixtron.launch.synthetic.suite_config import Cell, SuiteConfig
+from mixtron.launch.whole_files import replaced
 from mixtron.megatron_ext.errors import ConfigError
 
 
@@ -31,9 +31,8 @@ def write_result(cell: Cell, suite: SuiteConfig, rows: list[dict], seconds: floa
         "seconds": round(seconds, 1),
         "rows": rows,
     }
-    temporary = result_path(cell).with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, result_path(cell))
+    with replaced(result_path(cell)) as file:
+        file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def has_result(cell: Cell, suite: SuiteConfig) -> bool:

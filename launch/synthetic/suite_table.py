@@ -2,12 +2,12 @@
 
 import csv
 import json
-import os
 import statistics
 from importlib.metadata import version
 from pathlib import Path
 
 from mixtron.launch.synthetic.suite_config import SuiteConfig
+from mixtron.launch.whole_files import replaced
 
 COLUMNS = (
     "task",
@@ -42,9 +42,8 @@ def write_table(suite: SuiteConfig, results: list[dict], folder: Path) -> list[P
         lambda path: _plot(path, rows),
     )
     for path, write in zip(paths, writers, strict=True):
-        temporary = path.with_name(f".{path.name}")
-        write(temporary)
-        os.replace(temporary, path)
+        with replaced(path) as file:
+            write(file)
     return paths
 
 

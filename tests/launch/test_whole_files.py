@@ -1,0 +1,48 @@
+"""Files that others read while they are written."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from mixtron.launch.config import dump_config, load_config
+from mixtron.launch.slurm.status import total_steps
+from mixtron.launch.whole_files import replaced
+
+CONFIG = Path(__file__).parents[2] / "configs" / "kla_400m.yaml"
+
+
+def test_a_config_written_again_is_whole_at_every_moment(tmp_path):
+    """`mixtron status` while a requeued run writes its folder anew."""
+    config, path = load_config(CONFIG), tmp_path / "config.yaml"
+    dump_config(config, path)
+    writer = multiprocessing.get_context("fork").Process(target=_write_often, args=(config, path))
+    writer.start()
+    read = 0
+    while writer.is_alive():
+        assert total_steps(tmp_path) == config.training.steps
+        read += 1
+    writer.join()
+    assert writer.exitcode == 0
+    assert read > 20
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def _write_often(config, path):
+    for _ in range(20):
+        dump_config(config, path)
+
+
+def test_a_write_that_fails_leaves_the_file_of_before(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("before")
+    with pytest.raises(OSError, match="full"):
+        _write_half(path)
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _write_half(path):
+    with replaced(path) as file:
+        file.write_text("hal")
+        raise OSError("full")
