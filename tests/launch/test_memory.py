@@ -31,7 +31,7 @@ MEASURED = {path.stem: (path.stem, []) for path in sorted(CONFIGS.glob("debug_*.
     "kla": ("kla_400m", ["model.layers=2"]),
     "chunked_kla": ("kla_400m", ["model.layers=2", "mixers.kla.kernel=chunk"]),
     "attention": ("attention_400m", TORCH),
-    "sa_swa": ("sa_swa_400m", ["model.layers=2"]),
+    "sa_swa": ("sa_swa_400m", ["model.layers=2", "mixers.sa_swa.kernel=tiled"]),
     "path": ("path_400m", ["model.layers=2", "mixers.path.kernel=triton"]),
     "grouped": ("attention_400m", [*TORCH, "mixers.attention.kv_heads=2"]),
     "qk_norm": ("attention_400m", [*TORCH, "mixers.attention.qk_norm=true"]),
