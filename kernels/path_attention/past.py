@@ -93,7 +93,14 @@ def attend_past(
     document_P: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Output [B, G, R, T, V] and log-sum-exp [B, G, R, T]; 0 and -inf where no key is of the
-    query's document. Rows of logits exist for a block of queries at a time."""
+    query's document. Rows of logits exist for a block of queries at a time.
+
+    All keys come before the queries, so these meet them in the first query's document alone. What
+    is of others is selected away, not weighed with 0: it may hold inf or NaN.
+    """
+    apart_T1, apart_P1 = _apart(document_T, document_P)
+    q_BGRTK, k_BGPK = q_BGRTK.masked_fill(apart_T1, 0), k_BGPK.masked_fill(apart_P1, 0)
+    v_BGPV = v_BGPV.masked_fill(apart_P1, 0)
     outputs, sums = [], []
     for rows in _blocks(q_BGRTK.shape[3]):
         logits_BGRCP = _logits(
@@ -103,7 +110,7 @@ def attend_past(
         weights_BGRCP = _weights(logits_BGRCP, lse_BGRC)
         outputs.append((weights_BGRCP.flatten(2, 3) @ v_BGPV).unflatten(2, lse_BGRC.shape[2:]))
         sums.append(lse_BGRC)
-    return torch.cat(outputs, dim=3), torch.cat(sums, dim=3)
+    return torch.cat(outputs, dim=3).masked_fill_(apart_T1, 0), torch.cat(sums, dim=3)
 
 
 def attend_past_backward(
@@ -120,6 +127,9 @@ def attend_past_backward(
     do_BGRTV: Tensor,
 ) -> PastGradients:
     """Gradients through one piece of keys: lse over all pieces, delta = rowsum(do o) - dlse."""
+    apart_T1, apart_P1 = _apart(document_T, document_P)
+    q_BGRTK, k_BGPK = q_BGRTK.masked_fill(apart_T1, 0), k_BGPK.masked_fill(apart_P1, 0)
+    do_BGRTV, v_BGPV = do_BGRTV.masked_fill(apart_T1, 0), v_BGPV.masked_fill(apart_P1, 0)
     found = PastGradients(
         torch.zeros_like(q_BGRTK),
         None if until_BGRT is None else torch.zeros_like(until_BGRT),
@@ -136,6 +146,7 @@ def attend_past_backward(
         found.v_BGPV += weights_BGRCP.flatten(2, 3).mT @ do_BGMV
         dlogits_BGRCP = (do_BGMV @ v_BGPV.mT).view_as(weights_BGRCP)
         dlogits_BGRCP = dlogits_BGRCP.sub_(delta_BGRT[..., rows, None]).mul_(weights_BGRCP)
+        dlogits_BGRCP.masked_fill_(apart_T1[rows] | apart_P1.t(), 0)
         dlogits_BGMP = dlogits_BGRCP.flatten(2, 3)
         dq_BGMK = dlogits_BGMP @ k_BGPK
         found.q_BGRTK[..., rows, :] = dq_BGMK.unflatten(2, dlogits_BGRCP.shape[2:4])
@@ -143,7 +154,15 @@ def attend_past_backward(
         if found.until_BGRT is not None and found.after_BGRP is not None:
             found.until_BGRT[..., rows] = dlogits_BGRCP.sum(-1)
             found.after_BGRP += dlogits_BGRCP.sum(-2)
+    found.q_BGRTK.masked_fill_(apart_T1, 0)
+    for gradient in (found.k_BGPK, found.v_BGPV):
+        gradient.masked_fill_(apart_P1, 0)
     return found
+
+
+def _apart(document_T: Tensor, document_P: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, 1] and [P, 1] bool: queries and keys that are not of the first query's document."""
+    return tuple((x != document_T[0])[:, None] for x in (document_T, document_P))  # type: ignore
 
 
 def _blocks(tokens: int) -> list[slice]:

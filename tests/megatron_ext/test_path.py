@@ -70,6 +70,48 @@ def build_layer(mixer: MixerConfig, context: int = 1):
     return layer, device
 
 
+def ring_of_three(overflow: bool) -> dict[str, torch.Tensor]:
+    """One segment's past by the ring, and gradients of its own inputs. The first segment is a
+    document, which overflows, the other two are another."""
+    import torch.distributed as dist
+
+    from mixtron.kernels.path_attention import past_queries, path_segment
+    from mixtron.megatron_ext.mixers.path.ring import attend_segments_before, ring_of
+    from mixtron.megatron_ext.mixers.path.segments import Segments
+
+    rank, tokens, H, K = dist.get_rank(), 16, 2, 16
+    generator = torch.Generator().manual_seed(rank)
+    q, k, v, w = (torch.randn(1, tokens, H, K, generator=generator) for _ in range(4))
+    w = torch.nn.functional.normalize(w, dim=-1)
+    log_forget = -torch.rand(1, tokens, H, generator=generator)
+    beta = 2 * torch.rand(1, tokens, H, generator=generator)
+    if overflow and rank == 0:
+        for x in (k, v, w, log_forget):
+            x[:, 3] = -math.inf
+    inputs = {"q": q, "k": k, "v": v, "w": w, "beta": beta, "log_forget": log_forget}
+    q, k, v, *gates = (x.requires_grad_() for x in inputs.values())
+    group = dist.group.WORLD
+    assert group is not None
+    offsets = torch.tensor([0, tokens, 3 * tokens])
+    segments = Segments([[0], [1], [2]], tokens, 2, offsets, group, None)
+    o, lse = attend_segments_before(
+        *past_queries(q, k, *gates, scale=K**-0.5), [path_segment(k, *gates)], v, ring_of(segments)
+    )
+    meets = lse.isfinite()
+    gradients = torch.autograd.grad(o.sum() + lse[meets].sum(), [q, k, v, *gates])
+    return {"o": o.detach(), "lse": lse.detach(), **dict(zip(inputs, gradients, strict=True))}
+
+
+def test_what_overflows_in_a_document_stays_there_in_a_ring():
+    plain, overflown = (run_on_ranks(3, ring_of_three, overflow) for overflow in (False, True))
+    assert plain[2]["o"].any()
+    for rank in (1, 2):
+        for name, x in overflown[rank].items():
+            assert torch.equal(x, plain[rank][name]), (rank, name)
+    # Nothing of it was used.
+    assert not overflown[0]["v"].any()
+
+
 def work_of_rank(case: Case, layout: Layout) -> int:
     """FLOPs of all matrix products in a step's forwards and backwards."""
     from torch.utils.flop_counter import FlopCounterMode

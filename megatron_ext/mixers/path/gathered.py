@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mixtron.kernels.path_attention import PastKeys, Segment, past_of, path_segment
-from mixtron.megatron_ext.context_parallel import gather
+from mixtron.megatron_ext.context_parallel import gather, nothing_of
 from mixtron.megatron_ext.mixers.path.segments import Segments
 
 
@@ -37,7 +37,7 @@ def pasts_of_segments(
         values = [values_RNTGV[place][None] for place in seen]
         pasts.append(past_of(theirs, values) if seen else None)
     rank = segments.group.rank()
-    unused = 0 * (gathered_RNE[rank].sum() + values_RNTGV[rank].sum())
+    unused = nothing_of(gathered_RNE[rank].sum()) + nothing_of(values_RNTGV[rank].sum())
     return pasts, [v_BTGV + unused.to(v_BTGV.dtype) for v_BTGV in own_values]
 
 
