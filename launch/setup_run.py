@@ -22,7 +22,8 @@ from mixtron.launch.checkpoint_identity import (
     refuse_changes,
 )
 from mixtron.launch.checks import check_device
-from mixtron.launch.config import DataConfig, RunConfig, dump_config
+from mixtron.launch.config import RunConfig, dump_config
+from mixtron.launch.config_sections import DataConfig
 from mixtron.launch.data import AnyTraining, AnyValidation
 from mixtron.launch.lifetime import lock_run_folder
 from mixtron.launch.loop import Progress, Run
