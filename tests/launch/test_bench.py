@@ -215,11 +215,13 @@ def test_kinds_of_kernels(kernel, kind):
 
 def test_kernels_are_told_by_their_op():
     import mixtron.kernels.delta_rule.triton_forward
+    import mixtron.kernels.gated_linear_attention.triton_forward
     import mixtron.kernels.norms.triton_kernels  # noqa: F401
 
     own = own_kernels()
-    assert own["scan_kernel"].startswith("own: delta_rule")
-    assert "own: norms" in own.values()
+    assert own["scan_kernel"] == "own: delta_rule"
+    assert own["gla_scan_kernel"] == "own: gated_linear_attention"
+    assert own["norm_forward_kernel"] == "own: norms"
     ops = {path.name for path in (ROOT / "kernels").iterdir() if path.is_dir()}
     assert {kind.removeprefix("own: ") for kind in MIXER_KINDS} - {"attention"} <= ops
 
