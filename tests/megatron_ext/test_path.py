@@ -70,12 +70,14 @@ def build_layer(mixer: MixerConfig, context: int = 1):
     return layer, device
 
 
-def ring_of_three(overflow: bool) -> dict[str, torch.Tensor]:
-    """One segment's past by the ring, and gradients of its own inputs. The first segment is a
-    document, which overflows, the other two are another."""
+def past_of_three(exchange: str, overflow: bool) -> dict[str, torch.Tensor]:
+    """Attention to a segment's past (and itself, by keys), and gradients of its own inputs. The
+    first segment is a document, which overflows, the other two are another."""
     import torch.distributed as dist
 
-    from mixtron.kernels.path_attention import past_queries, path_segment
+    from mixtron.kernels.path_attention import past_queries, path_attention, path_segment
+    from mixtron.megatron_ext.context_parallel import nothing_of
+    from mixtron.megatron_ext.mixers.path.gathered import pasts_of_segments
     from mixtron.megatron_ext.mixers.path.ring import attend_segments_before, ring_of
     from mixtron.megatron_ext.mixers.path.segments import Segments
 
@@ -94,22 +96,28 @@ def ring_of_three(overflow: bool) -> dict[str, torch.Tensor]:
     assert group is not None
     offsets = torch.tensor([0, tokens, 3 * tokens])
     segments = Segments([[0], [1], [2]], tokens, 2, offsets, group, None)
-    o, lse = attend_segments_before(
-        *past_queries(q, k, *gates, scale=K**-0.5), [path_segment(k, *gates)], v, ring_of(segments)
-    )
-    meets = lse.isfinite()
-    gradients = torch.autograd.grad(o.sum() + lse[meets].sum(), [q, k, v, *gates])
-    return {"o": o.detach(), "lse": lse.detach(), **dict(zip(inputs, gradients, strict=True))}
+    if exchange == "ring":
+        queries, made = past_queries(q, k, *gates, scale=K**-0.5), [path_segment(k, *gates)]
+        o, lse = attend_segments_before(*queries, made, v, ring_of(segments))
+        loss = o.sum() + lse[lse.isfinite()].sum()
+    else:
+        [past], [v_BTGV] = pasts_of_segments([(q, k, v, *gates)], segments)
+        seen = segments.documents_from(0, rank)
+        o = path_attention(q, k, v_BTGV, *gates, past=past, cu_seqlens=seen, max_seqlen=2 * tokens)
+        loss = o.sum() if rank else nothing_of(o).sum()
+    gradients = torch.autograd.grad(loss, [q, k, v, *gates])
+    return {"o": o.detach(), **dict(zip(inputs, gradients, strict=True))}
 
 
-def test_what_overflows_in_a_document_stays_there_in_a_ring():
-    plain, overflown = (run_on_ranks(3, ring_of_three, overflow) for overflow in (False, True))
+@pytest.mark.parametrize("exchange", ["keys", "ring"])
+def test_what_overflows_in_a_document_stays_there(exchange):
+    plain, overflown = (run_on_ranks(3, past_of_three, exchange, x) for x in (False, True))
     assert plain[2]["o"].any()
     for rank in (1, 2):
         for name, x in overflown[rank].items():
             assert torch.equal(x, plain[rank][name]), (rank, name)
-    # Nothing of it was used.
-    assert not overflown[0]["v"].any()
+    if exchange == "ring":  # with keys, the first document's own attention is in its gradient
+        assert not overflown[0]["v"].any()
 
 
 def work_of_rank(case: Case, layout: Layout) -> int:

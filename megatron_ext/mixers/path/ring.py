@@ -10,7 +10,6 @@ from mixtron.kernels.path_attention import (
     Segment,
     attend_past,
     attend_past_backward,
-    documents,
 )
 from mixtron.megatron_ext.context_parallel import gather, nothing_of
 from mixtron.megatron_ext.mixers.path.segments import Segments
@@ -61,10 +60,7 @@ def ring_of(segments: Segments) -> Ring:
     size = segments.group.size()
     owner = {s: rank for rank, own in enumerate(segments.of_rank) for s in own}
     hops = [(owner[s] - owner[other]) % size for s in owner for other in segments.seen_by(s)]
-    document_S = documents(
-        segments.cu_seqlens, len(owner) * segments.tokens, 0, segments.cu_seqlens.device
-    )
-    return Ring(segments, max(hops, default=0), document_S.unflatten(0, (len(owner), -1)))
+    return Ring(segments, max(hops, default=0), segments.document_of_tokens())
 
 
 def attend_segments_before(
