@@ -45,7 +45,8 @@ def past_queries(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scaled queries carried to the segment's left edge, [B, G, R, T, K] fp32, and the sums of the
-    gates on the way, [B, G, R, T]. Linear in T, differentiable. R query heads share a key head."""
+    gates on the way, [B, G, R, T]. Linear in T, differentiable. R query heads share a key head.
+    With maps, queries of documents that begin inside, which attend nothing before, are 0."""
     return checkpoint(  # type: ignore[return-value]
         _past_queries,
         q_BTHK,
@@ -68,14 +69,19 @@ def _past_queries(q_BTHK, k_BTGK, w_BTGK, beta_BTG, log_forget_BTH, scale, cu_se
         k_BGNCK, w_BGNCK = (split_groups(x, C, dtype) for x in (k_BTGK, w_BTGK))
         beta_BGNC = split_groups(beta_BTG[..., None], C, dtype).squeeze(-1)
         tokens = k_BGNCK.shape[2] * C
-        same_NCC = same_document(documents(cu_seqlens, tokens, 0, q_BTHK.device), C)
+        document_S = documents(cu_seqlens, tokens, 0, q_BTHK.device)
+        same_NCC = same_document(document_S, C)
         keys, transform = key_blocks(k_BGNCK, w_BGNCK, beta_BGNC, None, same_NCC)
         queries = query_blocks(q_BGRNCK, k_BGNCK, transform, None, same_NCC)
         assert keys.map_BGNKK is not None
+        # A select: what is of a document that begins inside may be inf.
+        begins_NC1 = (document_S != document_S[0]).unflatten(0, (-1, C))[..., None]
+        map_BGNKK = keys.map_BGNKK.masked_fill(begins_NC1[:, -1:], 0)
+        q_BGRNCK = queries.q_BGRNCK.masked_fill(begins_NC1, 0)
         # P_{n-1} ... P_0 of every block n is the transpose of P_0^T ... P_{n-1}^T.
-        products_BGNKK = suffix_products(keys.map_BGNKK[:, :, :-1].mT.flip(2)).flip(2).mT
-        first_BGRCK = queries.q_BGRNCK[:, :, :, :1]
-        later_BGRNCK = queries.q_BGRNCK[:, :, :, 1:] @ products_BGNKK.unsqueeze(2)
+        products_BGNKK = suffix_products(map_BGNKK[:, :, :-1].mT.flip(2)).flip(2).mT
+        first_BGRCK = q_BGRNCK[:, :, :, :1]
+        later_BGRNCK = q_BGRNCK[:, :, :, 1:] @ products_BGNKK.unsqueeze(2)
         q_BGRNCK = torch.cat([first_BGRCK, later_BGRNCK], dim=3)
     if log_forget_BTH is not None:
         gate_BHT = log_forget_BTH.to(dtype).transpose(1, 2)

@@ -2,6 +2,7 @@
 without, to the bit."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from mixtron.kernels.delta_rule import delta_rule, delta_rule_segment_map
 from mixtron.kernels.gated_linear_attention import gated_linear_attention, gated_linear_segment_map
 from mixtron.kernels.log_linear_attention import continue_states, log_linear_attention
+from mixtron.kernels.path_attention import path_attention, path_segment
 
 FIRST, T = 200, 330
 """The second document begins within a chunk of the first, where chunks are not of one document."""
@@ -102,3 +104,34 @@ def test_states_that_a_transition_of_zeros_drops_may_be_infinite(E):
     assert torch.equal(after, own)
     gradients = torch.autograd.grad(after.sum(), [states, transition])
     assert not any(x.any() for x in gradients)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_an_overflow_stays_in_its_document_of_path_attention(mapped, gated):
+    """The second document begins a block: what lies in the same one meets in a product."""
+    first, T = 64, 96
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator)
+
+    q, k, v, w = (noise(1, T, H, 16) for _ in range(4))
+    gates = [None, None, -noise(1, T, H).abs() if gated else None]
+    if mapped:
+        gates[:2] = [torch.nn.functional.normalize(w, dim=-1), 2 * noise(1, T, H).sigmoid()]
+    offsets = torch.tensor([0, first, T])
+
+    def second(overflows: Sequence[int]) -> list[torch.Tensor]:
+        inputs = [x if x is None else x.clone().requires_grad_() for x in (q, k, v, *gates)]
+        for place in overflows:
+            inputs[place].data[:, 5] = -math.inf
+        o = path_attention(*inputs, cu_seqlens=offsets, max_seqlen=T)[:, first:]
+        segment = path_segment(*inputs[1:2], *inputs[3:], cu_seqlens=offsets).k_BTGK[:, first:]
+        used = [x for x in inputs if x is not None]
+        gradients = torch.autograd.grad(o.sum() + segment.square().sum(), used)
+        return [o, segment, *(x[:, first:] for x in gradients)]
+
+    found = second([1, 2, *([3] if mapped else []), *([5] if gated else [])])
+    for x, y in zip(found, second([]), strict=True):
+        assert torch.equal(x, y)
