@@ -47,7 +47,7 @@ class _Dense(torch.autograd.Function):
 
 
 @triton.jit
-def copy_kernel(
+def dense_copy_kernel(
     x, y, rows,
     ROW: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -59,4 +59,4 @@ def copy_kernel(
     tl.store(y + row_R[:, None] * N + column_N[None, :], x_RN, inside_RN)
 
 
-copy = Launched(copy_kernel)
+copy = Launched(dense_copy_kernel)

@@ -115,6 +115,25 @@ def to_value_heads(x_BTHX: Tensor, value_heads: int) -> Tensor:
     return x_BTHX.repeat_interleave(value_heads // x_BTHX.shape[2], dim=2)
 
 
+def apply_diagonal(decay_K1: Tensor, state_KV: Tensor) -> Tensor:
+    """[..., K, V]: each row times its decay. Select, not 0 * inf: a decay of 0 drops an overflow
+    too, and its gradient."""
+    return decay_K1 * state_KV.masked_fill(decay_K1 == 0, 0)
+
+
+def apply_matrix(transition_KK: Tensor, state_KV: Tensor) -> Tensor:
+    """[..., K, V]: transition @ state; one of nothing but 0 drops an overflow too."""
+    dropped_11 = ~transition_KK.flatten(-2).any(-1)[..., None, None]
+    return transition_KK @ state_KV.masked_fill(dropped_11, 0)
+
+
+def read_state(read_CK: Tensor, from_start_CE: Tensor, state_KV: Tensor) -> Tensor:
+    """[..., C, V]: read @ state; 0 for a token that nothing of the state reaches, as all its decays
+    from there are 0: it begins, or follows, another document."""
+    cut_C1 = (from_start_CE == 0).all(-1, keepdim=True)
+    return (read_CK.masked_fill(cut_C1, 0) @ state_KV).masked_fill(cut_C1, 0)
+
+
 def scan_chunks(
     transition_BJNKE: Tensor,
     write_BJNKV: Tensor,
@@ -123,7 +142,7 @@ def scan_chunks(
 ) -> tuple[Tensor, Tensor]:
     """S_{n+1} = apply(transition_n, S_n) + write_n: S before each chunk and after the last.
 
-    `apply` is torch.matmul (E = K) or torch.mul (a diagonal, E = 1). Composes neighbouring chunks,
+    `apply` is `apply_matrix` (E = K) or `apply_diagonal` (E = 1). Composes neighbouring chunks,
     scans the half as many pairs, then fills in the states between: log2 N levels of batched
     products instead of N serial ones.
     """

@@ -26,7 +26,8 @@ from mixtron.launch.checkpoint import find_checkpoint, load_checkpoint
 from mixtron.launch.checkpoint_files import read_manifest
 from mixtron.launch.checkpoint_shards import bytes_to_write, shards_to_save
 from mixtron.launch.checkpoint_writer import CHUNK_BYTES, MAX_FILES
-from mixtron.launch.config import CheckpointConfig, RunConfig, load_config
+from mixtron.launch.config import RunConfig, load_config
+from mixtron.launch.config_sections import CheckpointConfig
 from mixtron.launch.saver import Saver
 from mixtron.launch.train import quiet_libraries
 from mixtron.megatron_ext.model import build_model

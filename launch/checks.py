@@ -1,6 +1,7 @@
 """Refusals that need no GPU and no process group: does this config fit this many ranks?"""
 
-from mixtron.launch.config import DataConfig, RunConfig
+from mixtron.launch.config import RunConfig
+from mixtron.launch.config_sections import DataConfig
 from mixtron.megatron_ext.errors import ConfigError
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.shards import Shard
 from mixtron.data_prep.tokenizer import Tokenizer, load_tokenizer
-from mixtron.launch.config import DataConfig, RunConfig, SyntheticDataConfig
+from mixtron.launch.config import RunConfig
+from mixtron.launch.config_sections import DataConfig, SyntheticDataConfig
 from mixtron.launch.sample_order import blend, permuted
 from mixtron.launch.sample_stream import Sample, SampleStream, open_stream, splits_of
 from mixtron.launch.synthetic.data import (

@@ -19,7 +19,7 @@ def evaluate(
     config: RunConfig,
     ranks: Ranks,
     validation: dict[str, AnyValidation],
-    stop: StopFlag,
+    stop: StopFlag | None = None,
 ) -> dict[str, float] | None:
     """Mean loss a token of each set, or None when a signal asked to stop in the middle."""
     losses = {}
@@ -28,7 +28,7 @@ def evaluate(
         per_round = ranks.data_size * config.training.micro_batch_sequences
         for first in range(0, len(data), per_round):
             heartbeat.beat("evaluate")
-            if stop.agreed(ranks.device):
+            if stop is not None and stop.agreed(ranks.device):
                 return None
             mine = first + ranks.data_rank * config.training.micro_batch_sequences
             samples = [

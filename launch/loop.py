@@ -78,7 +78,6 @@ class Run:
     data: AnyTraining
     validation: dict[str, AnyValidation]
     progress: Progress
-    stop: StopFlag
     saver: Saver
     say: Callable[[str], None]
     """Prints on rank 0, does nothing on the others."""
@@ -95,8 +94,13 @@ class Run:
         }
 
 
-def train(run: Run) -> int:
-    """Trains from `run.progress` to the last step; returns the exit code."""
+def train(run: Run, stop: StopFlag | None = None) -> int:
+    """Trains from `run.progress` to the last step; returns the exit code.
+
+    Args:
+        stop: one that has listened since before the run was built; None: it listens from here.
+    """
+    stop = stop or StopFlag()
     config, ranks, progress = run.config, run.ranks, run.progress
     steps, training = config.training.steps, config.training
     metrics = None
@@ -124,14 +128,14 @@ def train(run: Run) -> int:
             values |= speed(config, ranks, seconds) | run.saver.take_timings()
             metrics.log(step, values)
             run.say(step_line(step, steps, values))
-        stopping, writing = any_rank(ranks.device, run.stop.requested(), run.saver.writing)
+        stopping, writing = any_rank(ranks.device, stop.requested(), run.saver.writing)
         if not writing:
             run.saver.finish()
         refuse_endless_skipping(run)
         every = training.eval_every_steps
         # Before the save, so that a run resumed at its last step has nothing left to do.
         if not stopping and (step == steps or (every and step % every == 0)):
-            stopping = not validate(run, metrics)
+            stopping = not validate(run, metrics, stop)
         # In a row of skipped steps the run may be about to fail: nothing newer is worth keeping.
         good = progress.skipped_in_a_row == 0
         due = step % config.checkpoint.save_every_steps == 0 and good
@@ -252,10 +256,10 @@ def refuse_endless_skipping(run: Run) -> None:
         )
 
 
-def validate(run: Run, metrics: Metrics | None) -> bool:
+def validate(run: Run, metrics: Metrics | None, stop: StopFlag) -> bool:
     """Evaluates every validation set; False when a signal cut it short."""
     step = run.progress.step
-    losses = evaluate(run.wrapped, run.config, run.ranks, run.validation, run.stop)
+    losses = evaluate(run.wrapped, run.config, run.ranks, run.validation, stop)
     if losses is None:
         return False
     if metrics is not None and losses:

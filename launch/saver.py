@@ -13,7 +13,8 @@ from mixtron.launch.checkpoint_files import delete
 from mixtron.launch.checkpoint_folder import set_aside_old
 from mixtron.launch.checkpoint_shards import plan_pieces, shards_to_save
 from mixtron.launch.checkpoint_writer import HostMemory, bytes_to_copy
-from mixtron.launch.config import CheckpointConfig, RunConfig
+from mixtron.launch.config import RunConfig
+from mixtron.launch.config_sections import CheckpointConfig
 from mixtron.megatron_ext.parallel import Ranks
 
 

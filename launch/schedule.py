@@ -2,7 +2,7 @@
 
 import math
 
-from mixtron.launch.config import ScheduleConfig
+from mixtron.launch.config_sections import ScheduleConfig
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:

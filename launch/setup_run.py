@@ -22,7 +22,8 @@ from mixtron.launch.checkpoint_identity import (
     refuse_changes,
 )
 from mixtron.launch.checks import check_device
-from mixtron.launch.config import DataConfig, RunConfig, dump_config
+from mixtron.launch.config import RunConfig, dump_config
+from mixtron.launch.config_sections import DataConfig
 from mixtron.launch.data import AnyTraining, AnyValidation
 from mixtron.launch.lifetime import lock_run_folder
 from mixtron.launch.loop import Progress, Run
@@ -49,12 +50,16 @@ def prepare(
     validation: dict[str, AnyValidation],
     stop: StopFlag | None = None,
 ) -> Run:
-    """All ranks call it. Raises errors with an exit code for what a person must mend."""
-    stop = stop or StopFlag()
+    """All ranks call it. Raises errors with an exit code for what a person must mend.
+
+    Args:
+        stop: looked at before the slow parts; None: signals are left as they are.
+    """
     device = init_distributed()
     check_device(config, device.type)
     check_ranks(device)
-    stop.stop_if_agreed(device, "before the model was built")
+    if stop is not None:
+        stop.stop_if_agreed(device, "before the model was built")
     parallel, training = config.parallel, config.training
     ranks = init_model_parallel(
         parallel.tensor,
@@ -85,12 +90,13 @@ def prepare(
         compare_permutations(chunks, ranks)
     wrapped, optimizer = build_engine(chunks, config, ranks)
     saver = Saver(Path(config.run_dir) / "checkpoints", config.checkpoint, ranks, say)
-    run = Run(config, ranks, wrapped, optimizer, data, validation, Progress(), stop, saver, say)
+    run = Run(config, ranks, wrapped, optimizer, data, validation, Progress(), saver, say)
     say(describe(config, ranks))
     heartbeat.beat("load")
     resume(run)
     saver.reserve(wrapped, optimizer)
-    stop.stop_if_agreed(device, f"before step {run.progress.step + 1}")
+    if stop is not None:
+        stop.stop_if_agreed(device, f"before step {run.progress.step + 1}")
     return run
 
 

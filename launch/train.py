@@ -92,7 +92,7 @@ def run_rank(
     if config.training.deterministic:
         choose_deterministic_kernels()
     run = prepare(config, data, validation, stop)
-    code = train(run)
+    code = train(run, stop)
     heartbeat.beat("done", run.progress.step)
     dist.barrier()
     if run.ranks.is_first:

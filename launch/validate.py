@@ -8,7 +8,8 @@ from rich.console import Console
 
 from mixtron.data_prep.tokenizer import Tokenizer
 from mixtron.launch.checks import check
-from mixtron.launch.config import DataConfig, RunConfig, load_config
+from mixtron.launch.config import RunConfig, load_config
+from mixtron.launch.config_sections import DataConfig
 from mixtron.launch.data import AnyTraining, AnyValidation, TrainingData, open_data
 from mixtron.launch.estimate import forward_flops_per_token, parameters
 from mixtron.launch.memory import (

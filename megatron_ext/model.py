@@ -27,22 +27,16 @@ from torch import Tensor, nn
 
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.config import ModelConfig, ParallelConfig
-from mixtron.megatron_ext.layers import (
-    Column,
-    LayerNorm,
-    ParallelResidualLayer,
-    ResidualLayer,
-    ResidualNorm,
-    RMSNorm,
-    Row,
-    SwiGLUMLP,
-)
 from mixtron.megatron_ext.mixers import mixer_module
 from mixtron.megatron_ext.mixers.base import MixerConfig
+from mixtron.megatron_ext.mlp import SwiGLUMLP
+from mixtron.megatron_ext.norms import LayerNorm, ResidualNorm, RMSNorm
 from mixtron.megatron_ext.output_layer import OutputLayer, used_entries
 from mixtron.megatron_ext.parallel import Ranks
 from mixtron.megatron_ext.parameters import constant, declare, initialise, normal, residual_std
+from mixtron.megatron_ext.projections import Column, Row
 from mixtron.megatron_ext.recompute import Part
+from mixtron.megatron_ext.residual_layers import ParallelResidualLayer, ResidualLayer
 
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # deprecation note
 

@@ -10,9 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from mixtron.kernels.delta_rule.decode import StepSize
 from mixtron.kernels.recurrence import (
+    apply_matrix,
     compose_chunks,
     decay_between,
     document_starts,
+    read_state,
     scan_chunks,
     to_value_heads,
 )
@@ -97,10 +99,13 @@ def segment_map_chunk(
             use_reentrant=False,
             preserve_rng_state=False,
         )
-        if total_BJKK is None:
+        if total_BJKK is None or total_BJKV is None:
             total_BJKK, total_BJKV = M_BJKK, h_BJKV
         else:
-            total_BJKK, total_BJKV = M_BJKK @ total_BJKK, M_BJKK @ total_BJKV + h_BJKV
+            total_BJKK, total_BJKV = (
+                apply_matrix(M_BJKK, total_BJKK),
+                apply_matrix(M_BJKK, total_BJKV) + h_BJKV,
+            )
     assert total_BJKK is not None
     assert total_BJKV is not None
     return total_BJKK, total_BJKV
@@ -171,6 +176,8 @@ def _chunk_maps(
         unitriangular=True,
     )
     u_BJNCV, w_BJNCK = writes_BJNCE.split([V, K], dim=-1)
+    # Selects, not products with 0: what overflows in another document stays there.
+    w_BJNCK = w_BJNCK.masked_fill(from_start_BJNC1 == 0, 0)
 
     k_end_BJNKC = (to_end_BJNC1 * k).mT
     identity_KK = torch.eye(K, dtype=dtype, device=k.device)
@@ -202,12 +209,14 @@ def _segment(
     dtype, T = state_BJKV.dtype, q_BTHK.shape[1]
     maps = _chunk_maps(k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ, dtype, step_size, eps, chunk_length)
     before_BJNKV, state_BJKV = scan_chunks(
-        maps.transition_BJNKK, maps.write_BJNKV, state_BJKV, torch.matmul
+        maps.transition_BJNKK, maps.write_BJNKV, state_BJKV, apply_matrix
     )
     q = _chunked(scale * to_value_heads(q_BTHK.to(dtype), v_BTJV.shape[2]), chunk_length)
     scores_BJNCC = maps.between_BJNCC * (q @ maps.k_BJNCK.mT)
+    scores_BJNCC = scores_BJNCC.masked_fill(maps.between_BJNCC == 0, 0)
     read_BJNCK = maps.from_start_BJNC1 * q - scores_BJNCC @ maps.w_BJNCK
-    o_BJNCV = read_BJNCK @ before_BJNKV + scores_BJNCC @ maps.u_BJNCV
+    o_BJNCV = read_state(read_BJNCK, maps.from_start_BJNC1, before_BJNKV)
+    o_BJNCV = o_BJNCV + scores_BJNCC @ maps.u_BJNCV
     o_BTJV = o_BJNCV.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T]
     return o_BTJV.to(v_BTJV.dtype), state_BJKV
 
@@ -224,7 +233,7 @@ def _segment_map(
     """The chunks' maps composed into one."""
     dtype = torch.promote_types(k_BTHK.dtype, torch.float32)
     maps = _chunk_maps(k_BTHK, v_BTJV, log_decay_BTJ, eta_BTJ, dtype, step_size, eps, chunk_length)
-    return compose_chunks(maps.transition_BJNKK, maps.write_BJNKV, torch.matmul)
+    return compose_chunks(maps.transition_BJNKK, maps.write_BJNKV, apply_matrix)
 
 
 def _rescaling(k_BTJK: Tensor, eta_BTJ1: Tensor, step_size: StepSize, eps: float) -> Tensor:

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mixtron.kernels.recurrence import (
+    apply_diagonal,
     decay_between,
     document_starts,
+    read_state,
     scan_chunks,
     to_value_heads,
 )
@@ -123,7 +125,8 @@ def _segment(
     before_BJNKV, state_BJKV = _states(k, v, log_decay, state_BJKV)
     q = scale * q
     from_start_BJNCE = log_decay.cumsum(-2).exp()
-    o_BJNCV = (from_start_BJNCE * q) @ before_BJNKV + _scores(q, k, log_decay) @ v
+    o_BJNCV = read_state(from_start_BJNCE * q, from_start_BJNCE, before_BJNKV)
+    o_BJNCV = o_BJNCV + _scores(q, k, log_decay) @ v
     o_BTJV = o_BJNCV.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T]
     return o_BTJV.to(v_BTJV.dtype), state_BJKV
 
@@ -159,7 +162,7 @@ def _states(
     to_end_BJNCE = behind_BJNCE.flip(-2).cumsum(-2).flip(-2).exp()
     write_BJNKV = (to_end_BJNCE * k_BJNCK).mT @ v_BJNCV
     decay_BJNE1 = log_decay_BJNCE.sum(-2).exp().unsqueeze(-1)
-    return scan_chunks(decay_BJNE1, write_BJNKV, state_BJKV, torch.mul)
+    return scan_chunks(decay_BJNE1, write_BJNKV, state_BJKV, apply_diagonal)
 
 
 def _scores(q_BJNCK: Tensor, k_BJNCK: Tensor, log_decay_BJNCE: Tensor) -> Tensor:

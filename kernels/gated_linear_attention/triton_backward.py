@@ -10,7 +10,7 @@ from mixtron.kernels.triton_tools import tile
 
 
 @triton.jit(do_not_specialize=["T"])
-def query_kernel(
+def gla_query_kernel(
     q_BTHK,
     k_BTHK,
     v_BTJV,
@@ -61,7 +61,7 @@ def query_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def key_kernel(
+def gla_key_kernel(
     q_BTHK,
     k_BTHK,
     v_BTJV,

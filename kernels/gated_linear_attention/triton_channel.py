@@ -52,7 +52,7 @@ def decayed(x_CK, exponent_CK, where_C):
 
 
 @triton.jit(do_not_specialize=["T"])
-def sums_kernel(
+def gla_channel_sums_kernel(
     log_decay_BTHK,
     document_T,
     G_BHTK,
@@ -89,7 +89,7 @@ def sums_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def write_kernel(
+def gla_channel_write_kernel(
     k_BTHK,
     v_BTJV,
     document_T,
@@ -128,7 +128,7 @@ def write_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def scores_kernel(
+def gla_channel_scores_kernel(
     q_BTHK,
     k_BTHK,
     document_T,
@@ -179,7 +179,7 @@ def scores_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def output_kernel(
+def gla_channel_output_kernel(
     q_BTHK,
     v_BTJV,
     document_T,
@@ -222,7 +222,7 @@ def output_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def query_kernel(
+def gla_channel_query_kernel(
     q_BTHK,
     k_BTHK,
     v_BTJV,
@@ -307,7 +307,7 @@ def query_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def key_kernel(
+def gla_channel_key_kernel(
     q_BTHK,
     k_BTHK,
     v_BTJV,

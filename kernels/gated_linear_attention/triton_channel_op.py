@@ -65,20 +65,20 @@ class GatedLinearChannel(torch.autograd.Function):
         write_BJNKV = q.new_empty(B, J, N, K, V, **fp32)
         o_BTJV = torch.empty_like(v)
         sums_options = {name: per_key[name] for name in ("H", "K", "C", "HAS_DOCUMENTS")}
-        kernels.sums_kernel[(N, B * H)](
+        kernels.gla_channel_sums_kernel[(N, B * H)](
             log_decay, document_T, G_BHTK, across_BHNK, T,
             **sums_options, num_warps=WARPS["sums"],
         )  # fmt: skip
-        kernels.write_kernel[(N, B * J)](
+        kernels.gla_channel_write_kernel[(N, B * J)](
             k, v, document_T, G_BHTK, write_BJNKV, T, **per_value, num_warps=WARPS["write"],
         )  # fmt: skip
         states_BJNKV, final_BJKV = scan(write_BJNKV, across_BHNK, initial, q.dtype, reverse=False)
         del write_BJNKV
-        kernels.scores_kernel[(N, B * H)](
+        kernels.gla_channel_scores_kernel[(N, B * H)](
             q, k, document_T, G_BHTK, P_BHTC, scale, T,
             **per_key, SUB=SUBCHUNK_LENGTH, num_warps=WARPS["scores"],
         )  # fmt: skip
-        kernels.output_kernel[(N, B * J)](
+        kernels.gla_channel_output_kernel[(N, B * J)](
             q, v, document_T, G_BHTK, P_BHTC, states_BJNKV, o_BTJV, scale, T,
             **per_value, num_warps=WARPS["output"],
         )  # fmt: skip
@@ -98,14 +98,14 @@ class GatedLinearChannel(torch.autograd.Function):
         dlog_decay_BTHK = torch.empty_like(q, dtype=torch.float32)
         dP_BHTC = torch.empty_like(P_BHTC)
         read_BJNKV = torch.empty_like(states_BJNKV, dtype=torch.float32)
-        kernels.query_kernel[(N, B * H)](
+        kernels.gla_channel_query_kernel[(N, B * H)](
             q, k, v, do, document_T, G_BHTK, states_BJNKV,
             dq_BTHK, dlog_decay_BTHK, dP_BHTC, read_BJNKV, scale, T,
             **per_value, num_warps=WARPS["query"], num_stages=1,
         )  # fmt: skip
         dstates_BJNKV, dinitial = scan(read_BJNKV, across_BHNK, dfinal, q.dtype, reverse=True)
         del read_BJNKV
-        kernels.key_kernel[(N, B * H)](
+        kernels.gla_channel_key_kernel[(N, B * H)](
             q, k, v, do, document_T, G_BHTK, across_BHNK, P_BHTC, dP_BHTC,
             states_BJNKV, dstates_BJNKV, dk_BTHK, dv_BTJV, dlog_decay_BTHK, T,
             **per_value, num_warps=WARPS["key"], num_stages=1,

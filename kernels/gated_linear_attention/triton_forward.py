@@ -63,7 +63,7 @@ def chunk_rows(
 
 
 @triton.jit(do_not_specialize=["T"])
-def write_kernel(
+def gla_write_kernel(
     x_BTHK,
     y_BTJV,
     log_decay_BTJ,
@@ -113,7 +113,7 @@ def write_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])
-def scan_kernel(
+def gla_scan_kernel(
     write_BJNE,
     across,
     edge_BJE,
@@ -159,7 +159,7 @@ def scan_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def weight_kernel(
+def gla_weight_kernel(
     log_decay_BTJ,
     document_T,
     from_start_BTJ,
@@ -186,7 +186,7 @@ def weight_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def state_kernel(
+def gla_state_kernel(
     x_BTHK,
     y_BTJV,
     weight_BTJ,
@@ -208,8 +208,8 @@ def state_kernel(
     PRODUCT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`write_kernel` and `scan_kernel` in one walk over the chunks, for a tile of a state: what
-    chunks write is never in memory."""
+    """`gla_write_kernel` and `gla_scan_kernel` in one walk over the chunks, for a tile of a state:
+    what chunks write is never in memory."""
     bj = tl.program_id(1).to(tl.int64)
     b, j = bj // J, bj % J
     row_C = tl.arange(0, C)
@@ -239,7 +239,7 @@ def state_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def output_kernel(
+def gla_output_kernel(
     q_BTHK,
     k_BTHK,
     v_BTJV,

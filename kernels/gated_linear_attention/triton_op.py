@@ -14,13 +14,13 @@ import triton
 from torch import Tensor
 
 from mixtron.kernels import recurrence
-from mixtron.kernels.gated_linear_attention.triton_backward import key_kernel, query_kernel
+from mixtron.kernels.gated_linear_attention.triton_backward import gla_key_kernel, gla_query_kernel
 from mixtron.kernels.gated_linear_attention.triton_forward import (
-    output_kernel,
-    scan_kernel,
-    state_kernel,
-    weight_kernel,
-    write_kernel,
+    gla_output_kernel,
+    gla_scan_kernel,
+    gla_state_kernel,
+    gla_weight_kernel,
+    gla_write_kernel,
 )
 from mixtron.kernels.triton_tools import product_dtype
 
@@ -149,7 +149,7 @@ def chunk_weights(k, v, log_decay, document_T) -> tuple[Tensor, Tensor, Tensor] 
     from_start_BTJ = torch.empty_like(log_decay, dtype=torch.float32)
     to_end_BTJ = torch.empty_like(from_start_BTJ)
     across_BJN = from_start_BTJ.new_empty(B, J, N)
-    weight_kernel[(N, B * J)](
+    gla_weight_kernel[(N, B * J)](
         log_decay,
         document_T,
         from_start_BTJ,
@@ -170,7 +170,7 @@ def one_scan(x, y, weight_BTJ, across_BJN, edge_BJKV, scale: float, *, reverse: 
     block_k, block_v, tiles = state_tiles(K, V)
     states_BJNKV = x.new_empty(B, J, across_BJN.shape[2], K, V)
     end_BJKV = x.new_empty(B, J, K, V, dtype=torch.float32)
-    state_kernel[(tiles, B * J)](
+    gla_state_kernel[(tiles, B * J)](
         x,
         y,
         weight_BTJ,
@@ -201,7 +201,7 @@ def chunk_products(x, y, log_decay, document_T, read_scale: float | None):
     if read_scale is None:
         across_BJN = y.new_empty(B, J, N, dtype=torch.float32)
     block_v = min(PLAN.write_block_v, V)
-    write_kernel[(N, B * J, V // block_v)](
+    gla_write_kernel[(N, B * J, V // block_v)](
         x,
         y,
         log_decay,
@@ -226,7 +226,7 @@ def scan(write_BJNKV, across, edge_BJKV, dtype: torch.dtype, *, reverse: bool):
     states_BJNKV = write_BJNKV.new_empty(B, J, N, K, V, dtype=dtype)
     end_BJKV = write_BJNKV.new_empty(B, J, K, V)
     block = min(PLAN.scan_block, K * V)
-    scan_kernel[(K * V // block, B * J)](
+    gla_scan_kernel[(K * V // block, B * J)](
         write_BJNKV,
         across,
         None if edge_BJKV is None else edge_BJKV.contiguous(),
@@ -250,7 +250,7 @@ def scan(write_BJNKV, across, edge_BJKV, dtype: torch.dtype, *, reverse: bool):
 def output(q, k, v, log_decay, document_T, states, scale: float, fp32_output: bool):
     (B, T), (J, V) = q.shape[:2], v.shape[2:]
     o_BTJV = torch.empty_like(v, dtype=torch.float32 if fp32_output else v.dtype)
-    output_kernel[(triton.cdiv(T, CHUNK_LENGTH), B * J)](
+    gla_output_kernel[(triton.cdiv(T, CHUNK_LENGTH), B * J)](
         q,
         k,
         v,
@@ -276,8 +276,8 @@ def gradient(q, k, v, do, log_decay, document_T, states, dstates, scale: float):
     grid = (triton.cdiv(T, CHUNK_LENGTH), B * J)
     inputs = (q, k, v, do, log_decay, document_T, states)
     shape = {"HAS_DOCUMENTS": document_T is not None, **shape_of(q, J, V)}
-    query_kernel[grid](*inputs, dq_BTJK, dG_BTJ, scale, T, **shape, num_warps=PLAN.query_warps)
-    key_kernel[grid](
+    gla_query_kernel[grid](*inputs, dq_BTJK, dG_BTJ, scale, T, **shape, num_warps=PLAN.query_warps)
+    gla_key_kernel[grid](
         *inputs,
         dstates,
         dk_BTJK,

@@ -6,7 +6,10 @@
 import torch
 from torch import Tensor
 
-from mixtron.kernels.linear_cross_entropy.triton_kernels import gradient_kernel, statistics_kernel
+from mixtron.kernels.linear_cross_entropy.triton_kernels import (
+    cross_entropy_gradient_kernel,
+    cross_entropy_statistics_kernel,
+)
 from mixtron.kernels.triton_tools import Form
 
 BLOCK_V = 4096
@@ -43,7 +46,7 @@ def logit_gradients(
 ) -> Tensor:
     """share (softmax - onehot(label)), in the logits' dtype; 0 in the padding. May reuse logits."""
     if form == "triton":
-        gradient_kernel[(len(logits_CV),)](
+        cross_entropy_gradient_kernel[(len(logits_CV),)](
             logits_CV,
             label_C,
             lse_C,
@@ -64,7 +67,7 @@ def logit_gradients(
 def _statistics(logits_CV: Tensor, label_C: Tensor, share_C: Tensor | None, used: int) -> tuple:
     """With shares the logits become their gradient."""
     lse_C, label_logit_C = (logits_CV.new_empty(len(logits_CV), dtype=torch.float32) for _ in "ab")
-    statistics_kernel[(len(logits_CV),)](
+    cross_entropy_statistics_kernel[(len(logits_CV),)](
         logits_CV,
         label_C,
         share_C,

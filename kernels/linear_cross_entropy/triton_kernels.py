@@ -8,7 +8,7 @@ LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
-def statistics_kernel(
+def cross_entropy_statistics_kernel(
     logits_CV,
     label_C,
     share_C,
@@ -19,7 +19,8 @@ def statistics_kernel(
     BLOCK_V: tl.constexpr,
     GRADIENT: tl.constexpr,
 ):
-    """With GRADIENT then what `gradient_kernel` does, which finds the row in the cache."""
+    """With GRADIENT then what `cross_entropy_gradient_kernel` does, which finds the row in the
+    cache."""
     row = tl.program_id(0).to(tl.int64)
     column_V = tl.arange(0, BLOCK_V)
     logits = logits_CV + row * V
@@ -41,7 +42,7 @@ def statistics_kernel(
 
 
 @triton.jit
-def gradient_kernel(
+def cross_entropy_gradient_kernel(
     logits_CV, label_C, lse_C, share_C, used, V: tl.constexpr, BLOCK_V: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)

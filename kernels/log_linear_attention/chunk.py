@@ -24,7 +24,14 @@ from mixtron.kernels.log_linear_attention.fenwick import (
     node_start,
     slice_chunks,
 )
-from mixtron.kernels.recurrence import compose_chunks, decay_between, scan_chunks, to_value_heads
+from mixtron.kernels.recurrence import (
+    apply_diagonal,
+    apply_matrix,
+    compose_chunks,
+    decay_between,
+    scan_chunks,
+    to_value_heads,
+)
 
 CHUNK_LENGTH = 64
 SEGMENT_CHUNKS = 512
@@ -116,7 +123,7 @@ def continue_states(
     """The states [B, S, J, K, V] after a segment of one document's `tokens` from `position`, given
     those before it."""
     transition_BJKE, own_BSJKV = segment_map
-    apply = torch.mul if transition_BJKE.shape[-1] == 1 else torch.matmul
+    apply = apply_diagonal if transition_BJKE.shape[-1] == 1 else apply_matrix
     merged = list(own_BSJKV.unbind(1))
     for b in bits(position):
         later = node_of(node_start(position, b), position + tokens)
@@ -135,7 +142,7 @@ def _part(inputs: Sequence[Tensor | None], tokens: slice) -> list[Tensor | None]
 
 def _apply(beta: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
     """How transitions act: numbers, or matrices where the delta rule erases."""
-    return torch.mul if beta is None else torch.matmul
+    return apply_diagonal if beta is None else apply_matrix
 
 
 def _on(device: torch.device, x: np.ndarray) -> Tensor:
@@ -284,9 +291,9 @@ def _read_small_nodes(
     masks_SLC = _on(read_BJCK.device, masks).to(read_BJCK.dtype)
     weights_SBJC = torch.einsum("bjcl,slc->sbjc", lambda_BJCL, masks_SLC)
     # Bits that the position does not have are cleared.
-    used = torch.tensor([float(slot >> b & 1) for b in range(small)], dtype=read_BJCK.dtype)
-    used_S1111 = used.to(read_BJCK.device, non_blocking=True)[:, None, None, None, None]
-    nodes_SBJKV = states_BSJKV[:, :small].transpose(0, 1) * used_S1111
+    cleared = np.array([not slot >> b & 1 for b in range(small)], dtype=bool)
+    cleared_S1111 = _on(read_BJCK.device, cleared)[:, None, None, None, None]
+    nodes_SBJKV = states_BSJKV[:, :small].transpose(0, 1).masked_fill(cleared_S1111, 0)
     o_BJCV = (weights_SBJC.unsqueeze(-1) * (read_BJCK @ nodes_SBJKV)).sum(0)
     return o_BJCV, nodes_SBJKV.sum(0)
 
@@ -307,16 +314,18 @@ def _tree(
     """
     index, following = chunks.index, chunks.following
     smaller_BJNKV = torch.zeros_like(write_BJNKV)
+    nothing_BJKV = smaller_BJNKV[:, :, 0]
     for b in range(int(max(index.max(), following.max())).bit_length()):
-        kept = (index >> b) & (following >> b) & 1
+        kept = (index >> b) & (following >> b) & 1 == 1
         ends = (following == index + 1) & (following & -following == 1 << b)
-        kept_N11, ends_N11 = (
-            _on(write_BJNKV.device, x).to(write_BJNKV.dtype)[:, None, None] for x in (kept, ends)
-        )
-        node_BJNKV = ends_N11 * (write_BJNKV + apply(transition_BJNKE, smaller_BJNKV))
-        initial_BJKV = states_BSJKV[:, b] * float(index[0] >> b & 1)
+        dropped_N11, inside_N11 = (_on(write_BJNKV.device, ~x)[:, None, None] for x in (kept, ends))
+        node_BJNKV = write_BJNKV + apply(transition_BJNKE, smaller_BJNKV)
+        initial_BJKV = states_BSJKV[:, b] if index[0] >> b & 1 else nothing_BJKV
         before_BJNKV, after_BJKV = scan_chunks(
-            kept_N11 * transition_BJNKE, node_BJNKV, initial_BJKV, apply
+            transition_BJNKE.masked_fill(dropped_N11, 0),
+            node_BJNKV.masked_fill(inside_N11, 0),
+            initial_BJKV,
+            apply,
         )
         smaller_BJNKV = smaller_BJNKV + before_BJNKV
         yield b, before_BJNKV, after_BJKV
@@ -366,5 +375,5 @@ def _node_map(
         beta = _chunked(beta_BTJ.unsqueeze(-1), chunks, J, dtype)
     _, _, absorb, transition = _chunk_maps(None, k, log_decay, beta)
     slots_MC = _on(v.device, np.stack([slots for _, slots in nodes]))
-    own = v * slots_MC[:, None, None, None, :, None]
+    own = v.masked_fill(~slots_MC[:, None, None, None, :, None], 0)
     return compose_chunks(transition, absorb @ own, _apply(beta_BTJ))

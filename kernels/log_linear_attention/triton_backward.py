@@ -14,7 +14,7 @@ from mixtron.kernels.triton_tools import tile
 
 
 @triton.jit(do_not_specialize=["T", "N", "M"])
-def parts_kernel(
+def log_linear_parts_kernel(
     q_BTHK,
     do_BTJV,
     lambda_BTJL,
@@ -69,7 +69,7 @@ def parts_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "S", "M", "P"])
-def push_kernel(
+def log_linear_push_kernel(
     parts_BJPE,
     low_BJSE,
     cumulative_BJNC,
@@ -121,7 +121,7 @@ def push_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "S", "M"])
-def gradient_kernel(
+def log_linear_gradient_kernel(
     q_BTHK,
     k_BTHK,
     v_BTJV,

@@ -15,7 +15,7 @@ from mixtron.kernels.triton_tools import tile
 
 
 @triton.jit(do_not_specialize=["T", "N", "LIVE", "low", "high", "ARRIVING", "LEAVING"])
-def reverse_scan_kernel(
+def log_linear_delta_reverse_scan_kernel(
     do_BTJV,
     lambda_BTJL,
     Z_BJNCK,
@@ -121,7 +121,7 @@ def reverse_scan_kernel(
 
 
 @triton.jit(do_not_specialize=["M", "LIVE"])
-def transition_gradient_kernel(
+def log_linear_delta_transition_gradient_kernel(
     states_BJSKV,
     dstates_BJSKV,
     chunk_N4,
@@ -158,7 +158,7 @@ def transition_gradient_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "M", "LIVE"])
-def read_gradient_kernel(
+def log_linear_delta_read_gradient_kernel(
     v_BTJV,
     do_BTJV,
     lambda_BTJL,
@@ -244,7 +244,7 @@ def read_gradient_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def maps_gradient_kernel(
+def log_linear_delta_maps_gradient_kernel(
     q_BTHK,
     k_BTHK,
     beta_BTJ,

@@ -21,7 +21,7 @@ def load_lambda(lambda_C, level, inside_C, L: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def maps_kernel(
+def log_linear_delta_maps_kernel(
     q_BTHK,
     k_BTHK,
     log_decay_BTJ,
@@ -88,7 +88,7 @@ def maps_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "N", "LIVE", "low", "high", "ARRIVING", "LEAVING"])
-def scan_kernel(
+def log_linear_delta_scan_kernel(
     v_BTJV,
     Y_BJNCK,
     E_BJNKK,
@@ -186,7 +186,7 @@ def scan_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "M", "LIVE"])
-def output_kernel(
+def log_linear_delta_output_kernel(
     v_BTJV,
     lambda_BTJL,
     M_BJNCC,

@@ -11,15 +11,15 @@ import torch
 
 from mixtron.kernels.gated_linear_attention.triton_op import CHUNK_LENGTH, to_key_heads
 from mixtron.kernels.log_linear_attention.triton_delta_backward import (
-    maps_gradient_kernel,
-    read_gradient_kernel,
-    reverse_scan_kernel,
-    transition_gradient_kernel,
+    log_linear_delta_maps_gradient_kernel,
+    log_linear_delta_read_gradient_kernel,
+    log_linear_delta_reverse_scan_kernel,
+    log_linear_delta_transition_gradient_kernel,
 )
 from mixtron.kernels.log_linear_attention.triton_delta_forward import (
-    maps_kernel,
-    output_kernel,
-    scan_kernel,
+    log_linear_delta_maps_kernel,
+    log_linear_delta_output_kernel,
+    log_linear_delta_scan_kernel,
 )
 from mixtron.kernels.log_linear_attention.triton_plan import ScanRange, TreePlan
 from mixtron.kernels.triton_tools import product_dtype
@@ -89,7 +89,7 @@ def chunk_maps(q, k, log_decay, beta, plan: TreePlan, scale: float):
     Z_BJNCK, Y_BJNCK = q.new_empty(*shape, C, K), q.new_empty(*shape, C, K)
     E_BJNKK = q.new_empty(*shape, K, K)
     maps = (cumulative_BJNC, X_BJNCC, M_BJNCC, Z_BJNCK, Y_BJNCK, E_BJNKK)
-    maps_kernel[(plan.chunks, B * J)](
+    log_linear_delta_maps_kernel[(plan.chunks, B * J)](
         q, k, log_decay, beta, plan.chunk_N4, *maps, scale, T,
         **_key_dims(q, J), num_warps=PLAN.maps_warps,
     )  # fmt: skip
@@ -155,7 +155,7 @@ def scan(v, maps, first_write, larger_BSJKV, plan: TreePlan):
         if larger_BSJKV is not None:
             held[...] = larger_BSJKV[:, own.low :][:, : held.shape[2]].transpose(1, 2)
         pointers, numbers = _between(i, plan.ranges, nodes)
-        scan_kernel[(V // block_v, B * J, own.groups)](
+        log_linear_delta_scan_kernel[(V // block_v, B * J, own.groups)](
             v, Y, E, cumulative, plan.chunk_N4, plan.live_N, own.group_R2, first_write,
             *pointers, nodes[i][0], states_BJSKV, T, plan.chunks, states_BJSKV.shape[2],
             **numbers, BLOCK_V=block_v, HAS_FIRST=first_write is not None,
@@ -168,7 +168,7 @@ def output(v, lambda_, maps, states, plan: TreePlan):
     _, _, M, Z, _, _ = maps
     (B, T), J = v.shape[:2], v.shape[2]
     o_BTJV = torch.empty_like(v)
-    output_kernel[(plan.chunks, B * J)](
+    log_linear_delta_output_kernel[(plan.chunks, B * J)](
         v, lambda_, M, Z, states, plan.chunk_N4, plan.live_N, o_BTJV,
         T, plan.bits, states.shape[2],
         L=lambda_.shape[-1], **_value_dims(v, maps), num_warps=PLAN.output_warps,
@@ -187,7 +187,7 @@ def reverse_scan(do, lambda_, maps, states, plan: TreePlan):
     dnodes = _nodes(do, K, plan.ranges)
     for i, own in reversed([*enumerate(plan.ranges)]):
         pointers, numbers = _between(i, plan.ranges, dnodes)
-        reverse_scan_kernel[(V // block_v, B * J, own.groups)](
+        log_linear_delta_reverse_scan_kernel[(V // block_v, B * J, own.groups)](
             do, lambda_, Z, E, cumulative, plan.chunk_N4, plan.live_N, plan.following_N,
             own.group_R2, *pointers, dnodes[i][0], dstates_BJSKV, dwrite_BJNKV,
             T, plan.chunks, states.shape[2], **numbers, L=lambda_.shape[-1], BLOCK_V=block_v,
@@ -202,7 +202,7 @@ def transition_gradients(states, dstates, maps, plan: TreePlan):
     B, J, S, K, V = states.shape
     dE_BJNKK = torch.empty_like(maps[5])
     dacross_BJN = states.new_empty(B, J, plan.chunks, dtype=torch.float32)
-    transition_gradient_kernel[(plan.chunks, B * J)](
+    log_linear_delta_transition_gradient_kernel[(plan.chunks, B * J)](
         states, dstates, plan.chunk_N4, plan.live_N, dE_BJNKK, dacross_BJN, plan.bits, S,
         K=K, V=V, PRODUCT=product_dtype(states.dtype), num_warps=PLAN.transition_warps,
     )  # fmt: skip
@@ -216,7 +216,7 @@ def read_gradients(v, do, lambda_, maps, states, dwrite, plan: TreePlan):
     dv_BTJV, dlambda_BTJL = torch.empty_like(v), torch.empty_like(lambda_)
     dlambda_BTJL[..., 7 + plan.bits :] = 0
     dM, dZ, dY = torch.empty_like(M), torch.empty_like(Z), torch.empty_like(Y)
-    read_gradient_kernel[(plan.chunks, B * J)](
+    log_linear_delta_read_gradient_kernel[(plan.chunks, B * J)](
         v, do, lambda_, M, Z, Y, states, dwrite, plan.chunk_N4, plan.live_N,
         dv_BTJV, dlambda_BTJL, dM, dZ, dY, T, plan.bits, states.shape[2],
         L=lambda_.shape[-1], **_value_dims(v, maps), num_warps=PLAN.read_warps,
@@ -231,7 +231,7 @@ def maps_gradients(q, k, beta, maps, dmaps, plan: TreePlan, scale: float):
     dq_BTJK, dk_BTJK = q.new_empty(B, T, J, K), k.new_empty(B, T, J, K)
     dlog_decay_BTJ = torch.empty_like(beta, dtype=torch.float32)
     dbeta_BTJ = torch.empty_like(dlog_decay_BTJ)
-    maps_gradient_kernel[(plan.chunks, B * J)](
+    log_linear_delta_maps_gradient_kernel[(plan.chunks, B * J)](
         q, k, beta, cumulative, X, M, Y, *dmaps, plan.chunk_N4,
         dq_BTJK, dk_BTJK, dlog_decay_BTJ, dbeta_BTJ, scale, T,
         **_key_dims(q, J), num_warps=PLAN.maps_gradient_warps,

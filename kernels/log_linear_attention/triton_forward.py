@@ -20,7 +20,7 @@ def load_chunk(chunk_N4, n):
 
 
 @triton.jit(do_not_specialize=["T", "S"])
-def write_kernel(
+def log_linear_write_kernel(
     k_BTHK,
     v_BTJV,
     log_decay_BTJ,
@@ -66,7 +66,7 @@ def write_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "stride", "M_STRIDE"])
-def block_sums_kernel(
+def log_linear_block_sums_kernel(
     x_BJN,
     chunk_N4,
     sums_BJMN,
@@ -116,7 +116,7 @@ def block_sums_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "S", "M"])
-def tree_kernel(
+def log_linear_tree_kernel(
     tree_BJSE,
     low_BJSE,
     cumulative_BJNC,
@@ -180,7 +180,7 @@ def of_level(distance_CC, level: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "S", "M"])
-def output_kernel(
+def log_linear_output_kernel(
     q_BTHK,
     k_BTHK,
     v_BTJV,

@@ -18,16 +18,16 @@ from mixtron.kernels.gated_linear_attention.triton_op import (
 )
 from mixtron.kernels.log_linear_attention.chunk import first_chunk_states
 from mixtron.kernels.log_linear_attention.triton_backward import (
-    gradient_kernel,
-    parts_kernel,
-    push_kernel,
+    log_linear_gradient_kernel,
+    log_linear_parts_kernel,
+    log_linear_push_kernel,
 )
 from mixtron.kernels.log_linear_attention.triton_delta_op import LogLinearDelta
 from mixtron.kernels.log_linear_attention.triton_forward import (
-    block_sums_kernel,
-    output_kernel,
-    tree_kernel,
-    write_kernel,
+    log_linear_block_sums_kernel,
+    log_linear_output_kernel,
+    log_linear_tree_kernel,
+    log_linear_write_kernel,
 )
 from mixtron.kernels.log_linear_attention.triton_plan import TreePlan, tree_plan
 from mixtron.kernels.triton_tools import check_takes
@@ -143,7 +143,7 @@ def chunk_writes(k, v, log_decay, plan: TreePlan):
     tree_BJSKV = v.new_empty(B, J, plan.slots, K, V, dtype=torch.float32)
     cumulative_BJNC = v.new_empty(B, J, plan.chunks, CHUNK_LENGTH, dtype=torch.float32)
     block_v = min(PLAN.write_block_v, V)
-    write_kernel[(plan.chunks, B * J, V // block_v)](
+    log_linear_write_kernel[(plan.chunks, B * J, V // block_v)](
         k,
         v,
         log_decay,
@@ -165,7 +165,7 @@ def block_sums(x, plan: TreePlan, *, reverse: bool = False):
     B, J = x.shape[:2]
     sums_BJMN = x.new_empty(B, J, plan.bits, plan.chunks)
     if plan.bits:
-        block_sums_kernel[(plan.bits, B * J)](
+        log_linear_block_sums_kernel[(plan.bits, B * J)](
             x,
             plan.chunk_N4,
             sums_BJMN,
@@ -188,7 +188,7 @@ def build_tree(tree_BJSKV, cumulative, before, first_write, large_BSJKV, plan, d
         tree_BJSKV[:, :, N:] = initial
         low_BJSKV[:, :, N:] = initial
     block = min(PLAN.tree_block, K * V)
-    tree_kernel[(K * V // block, B * J, plan.stretches)](
+    log_linear_tree_kernel[(K * V // block, B * J, plan.stretches)](
         tree_BJSKV,
         low_BJSKV,
         cumulative,
@@ -211,7 +211,7 @@ def build_tree(tree_BJSKV, cumulative, before, first_write, large_BSJKV, plan, d
 def output(q, k, v, lambda_, cumulative, before, low, plan: TreePlan, scale: float):
     (B, T), (J, V) = q.shape[:2], v.shape[2:]
     o_BTJV = torch.empty_like(v)
-    output_kernel[(plan.chunks, B * J)](
+    log_linear_output_kernel[(plan.chunks, B * J)](
         q,
         k,
         v,
@@ -238,7 +238,7 @@ def read_parts(q, do, lambda_, cumulative, before, plan: TreePlan, scale: float)
     parts_BJPKV = q.new_empty(B, J, plan.parts, K, V, dtype=torch.float32)
     block_v = min(PLAN.parts_block_v, V)
     if plan.parts:
-        parts_kernel[(plan.parts, B * J, V // block_v)](
+        log_linear_parts_kernel[(plan.parts, B * J, V // block_v)](
             q,
             do,
             lambda_,
@@ -266,7 +266,7 @@ def push_gradients(parts_BJPKV, low_BJSKV, cumulative, before, plan: TreePlan):
     block = min(PLAN.tree_block, K * V)
     dtree_BJSKV = torch.empty_like(low_BJSKV, dtype=torch.float32)
     merged_QBJS = parts_BJPKV.new_empty(K * V // block, B, J, S)
-    push_kernel[(K * V // block, B * J, plan.stretches)](
+    log_linear_push_kernel[(K * V // block, B * J, plan.stretches)](
         parts_BJPKV,
         low_BJSKV,
         cumulative,
@@ -296,7 +296,7 @@ def gradient(q, k, v, do, lambda_, cumulative, before, low, dtree, plan: TreePla
     dlambda_BTJL[..., 7 + plan.bits :] = 0
     dlog_decay_BTJ = lambda_.new_empty(B, T, J)
     read_BJMN = torch.empty_like(before)
-    gradient_kernel[(plan.chunks, B * J)](
+    log_linear_gradient_kernel[(plan.chunks, B * J)](
         q,
         k,
         v,

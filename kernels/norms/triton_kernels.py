@@ -35,7 +35,7 @@ def _inverse_norm(x_RN, eps, N: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(
+def norm_forward_kernel(
     x,
     weight,
     gate,
@@ -80,7 +80,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def norm_backward_kernel(
     x,
     weight,
     gate,

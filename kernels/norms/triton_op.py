@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from mixtron.kernels.launching import Launched
-from mixtron.kernels.norms.triton_kernels import backward_kernel, forward_kernel
+from mixtron.kernels.norms.triton_kernels import norm_backward_kernel, norm_forward_kernel
 from mixtron.kernels.split import Place
 
 TILE_ELEMENTS = 2048
@@ -20,7 +20,7 @@ STRIPS = 1024
 """Programs of a backward at most; each sums its rows' part of the weight's gradient."""
 
 
-forward_rows, backward_rows = Launched(forward_kernel), Launched(backward_kernel)
+forward_rows, backward_rows = Launched(norm_forward_kernel), Launched(norm_backward_kernel)
 
 
 def norm_triton(

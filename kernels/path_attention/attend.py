@@ -34,6 +34,14 @@ class Layout:
         last = self.past + n
         return max(0, last - self.lags), last
 
+    def unseen(self, n: int) -> Tensor:
+        """[(last + 1 - first) C, 1] bool: of the keys of those blocks, and of its own, which lie in
+        documents before query block n. They are selected away, not weighed with 0: they may be inf.
+        """
+        first, last = self.before(n)
+        document_S = self.document_S[first * self.block_length : (last + 1) * self.block_length]
+        return (document_S < document_S[-self.block_length])[:, None]
+
 
 @dataclass
 class Gradients:
@@ -65,13 +73,14 @@ def attend(
     outputs, sums = [], []
     for n in range(queries.q_BGRNCK.shape[3]):
         first, last = layout.before(n)
-        seen = slice(first * C, last * C)
+        seen, both = slice(first * C, last * C), slice(first * C, (last + 1) * C)
         logits_BGRCS = _logits(
             queries, n, k_BGSK[:, :, seen], _part(gate_BGRS, seen), layout.document_S, seen
         )
         lse_BGRC1 = logits_BGRCS.logsumexp(-1, keepdim=True)
         weights_BGRCS = (logits_BGRCS - lse_BGRC1).exp_()
-        outputs.append(_over_group(weights_BGRCS, v_BGSV[:, :, first * C : (last + 1) * C]))
+        known_v_BGSV = v_BGSV[:, :, both].masked_fill(layout.unseen(n), 0)
+        outputs.append(_over_group(weights_BGRCS, known_v_BGSV))
         sums.append(lse_BGRC1.squeeze(-1))
         if keys.map_BGNKK is not None:
             # A key that no later query attends needs no carrying.
@@ -103,14 +112,20 @@ def attend_backward(
     for n in reversed(range(N)):
         first, last = layout.before(n)
         seen, both = slice(first * C, last * C), slice(first * C, (last + 1) * C)
+        unseen_S1 = layout.unseen(n)
+        unseen_NC1 = unseen_S1[:-C].unflatten(0, (-1, C))
         carry_BGNKK = _carries(keys, layout, n)
-        k_BGSK = _carried(keys.k_BGNCK[:, :, first:last], carry_BGNKK)
+        if carry_BGNKK is not None:
+            carry_BGNKK = carry_BGNKK.masked_fill(unseen_NC1[:, -1:], 0)
+        k_BGNCK = keys.k_BGNCK[:, :, first:last].masked_fill(unseen_NC1, 0)
+        k_BGSK = _carried(k_BGNCK, carry_BGNKK)
         logits_BGRCS = _logits(
             queries, n, k_BGSK, _carried_gates(keys, layout, n), layout.document_S, seen
         )
         weights_BGRCS = logits_BGRCS.sub_(lse_BGRNC[..., n, :, None]).exp_()
         do_BGRCV = do_BGRNCV[..., n, :, :]
-        dlogits_BGRCS = _over_group(do_BGRCV, v_BGSV[:, :, both].mT)
+        known_v_BGSV = v_BGSV[:, :, both].masked_fill(unseen_S1, 0)
+        dlogits_BGRCS = _over_group(do_BGRCV, known_v_BGSV.mT)
         found.v_BGSV[:, :, both] += weights_BGRCS.flatten(2, 3).mT @ do_BGRCV.flatten(2, 3)
         delta_BGRC1 = (weights_BGRCS * dlogits_BGRCS).sum(-1, keepdim=True)
         delta_BGRC1 -= dlse_BGRNC[..., n, :, None]
@@ -130,8 +145,7 @@ def attend_backward(
             above_BGNKK = dcarry_BGNKK[:, :, first:last]
             found.map_BGNKK[:, :, last] = (above_BGNKK @ carry_BGNKK.mT).sum(2)
             dcarry_BGNKK[:, :, first:last] = (
-                keys.map_BGNKK[:, :, last, None].mT @ above_BGNKK
-                + dk_BGNCK.mT @ keys.k_BGNCK[:, :, first:last]
+                keys.map_BGNKK[:, :, last, None].mT @ above_BGNKK + dk_BGNCK.mT @ k_BGNCK
             )
         if found.gate_after_BGRNC is not None:
             assert found.gate_until_BGRNC is not None

@@ -41,8 +41,8 @@ def path_segment(
 ) -> Segment:
     """Arguments of `path_attention`; differentiable. Time and memory are linear in T.
 
-    Of documents that end inside the segment, the keys are carried to their document's end at most:
-    nothing after reads them. The maps compose: behind segment 1 then 2 stands
+    With maps, the keys of documents that end inside the segment are 0, and so is its map if there
+    are any: nothing after reads them. The maps compose: behind segment 1 then 2 stands
     (map_2 k_1 and k_2, map_2 map_1).
     """
     tensors = checkpoint(
@@ -112,14 +112,17 @@ def _segment(k_BTGK, w_BTGK, beta_BTG, log_forget_BTH, cu_seqlens, C):
     if log_forget_BTH is not None:
         log_forget_BGRNC = split_heads(log_forget_BTH[..., None], G, C, dtype).squeeze(-1)
     tokens = k_BGNCK.shape[2] * C
-    same_NCC = same_document(documents(cu_seqlens, tokens, 0, k_BTGK.device), C)
+    document_S = documents(cu_seqlens, tokens, 0, k_BTGK.device)
+    same_NCC = same_document(document_S, C)
     keys, _ = key_blocks(k_BGNCK, w_BGNCK, beta_BGNC, log_forget_BGRNC, same_NCC)
     map_BGKK = gate_after_BTH = gate_total_BH = None
     carried_BGNCK = keys.k_BGNCK
     if keys.map_BGNKK is not None:
-        carries_BGNKK = carries_to_end(keys.map_BGNKK)
+        # A select: what is of a document that ends inside may be inf.
+        ends_NC1 = (document_S != document_S[T - 1]).unflatten(0, (-1, C))[..., None]
+        carries_BGNKK = carries_to_end(keys.map_BGNKK.masked_fill(ends_NC1[:, :1], 0))
         map_BGKK = carries_BGNKK[:, :, 0]
-        carried_BGNCK = carried_BGNCK @ carries_BGNKK[:, :, 1:].mT
+        carried_BGNCK = carried_BGNCK.masked_fill(ends_NC1, 0) @ carries_BGNKK[:, :, 1:].mT
     if keys.gate_after_BGRNC is not None:
         assert keys.gate_total_BGRN is not None
         after_BGRNC = keys.gate_after_BGRNC + sums_behind(keys.gate_total_BGRN)[..., None]

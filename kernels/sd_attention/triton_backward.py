@@ -20,7 +20,7 @@ from mixtron.kernels.triton_tools import LOG2_E, gather, scatter
 
 
 @triton.jit(do_not_specialize=["T"])
-def delta_kernel(o_THV, do_THV, delta_HT, T, H: tl.constexpr, V: tl.constexpr, C: tl.constexpr):
+def sd_delta_kernel(o_THV, do_THV, delta_HT, T, H: tl.constexpr, V: tl.constexpr, C: tl.constexpr):
     """delta = do . o of C tokens of one head."""
     head = tl.program_id(0) % H
     t_C = tl.program_id(0) // H * C + tl.arange(0, C)
@@ -31,7 +31,7 @@ def delta_kernel(o_THV, do_THV, delta_HT, T, H: tl.constexpr, V: tl.constexpr, C
 
 
 @triton.jit(do_not_specialize=["T"])
-def gradient_kernel(
+def sd_gradient_kernel(
     q_THK,
     k_THK,
     v_THV,

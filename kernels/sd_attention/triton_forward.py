@@ -14,7 +14,7 @@ from mixtron.kernels.triton_tools import LOG2_E, gather, scatter
 
 
 @triton.jit(do_not_specialize=["T"])
-def forward_kernel(
+def sd_forward_kernel(
     q_THK,
     k_THK,
     v_THV,

@@ -10,13 +10,13 @@ import triton
 from torch import Tensor
 
 from mixtron.kernels.launching import Launched
-from mixtron.kernels.sd_attention.triton_backward import delta_kernel, gradient_kernel
-from mixtron.kernels.sd_attention.triton_forward import forward_kernel
+from mixtron.kernels.sd_attention.triton_backward import sd_delta_kernel, sd_gradient_kernel
+from mixtron.kernels.sd_attention.triton_forward import sd_forward_kernel
 from mixtron.kernels.triton_tools import check_takes, product_dtype
 from mixtron.kernels.windowed_attention.permutation import document_bounds
 
-launch_forward, launch_gradient = Launched(forward_kernel), Launched(gradient_kernel)
-launch_delta = Launched(delta_kernel)
+launch_forward, launch_gradient = Launched(sd_forward_kernel), Launched(sd_gradient_kernel)
+launch_delta = Launched(sd_delta_kernel)
 DELTA_TOKENS = 64
 
 

@@ -47,7 +47,7 @@ def _part(column, END_0: tl.constexpr, END_1: tl.constexpr, COLUMNS: tl.constexp
 
 
 @triton.jit
-def forward_kernel(
+def convolution_forward_kernel(
     x,
     weight_EW,
     position_T,
@@ -83,7 +83,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def convolution_backward_kernel(
     x,
     weight_EW,
     position_T,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mixtron.kernels.launching import Launched
 from mixtron.kernels.short_convolution.triton_kernels import (
-    backward_kernel,
-    forward_kernel,
+    convolution_backward_kernel,
+    convolution_forward_kernel,
 )
 from mixtron.kernels.split import place_of
 
@@ -35,7 +35,10 @@ FORWARD = Launch(block_t=32, block_e=64, warps=2)
 BACKWARD = Launch(block_t=1, block_e=128, warps=1)
 
 
-forward_tiles, backward_strips = Launched(forward_kernel), Launched(backward_kernel)
+forward_tiles, backward_strips = (
+    Launched(convolution_forward_kernel),
+    Launched(convolution_backward_kernel),
+)
 
 
 def short_convolution_triton(

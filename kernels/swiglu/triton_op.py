@@ -58,7 +58,7 @@ def _grid(joined: Tensor, block: int) -> tuple[int, int]:
 
 
 @triton.jit
-def forward_kernel(joined, y, F: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_forward_kernel(joined, y, F: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < F
@@ -69,7 +69,7 @@ def forward_kernel(joined, y, F: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(
+def swiglu_backward_kernel(
     joined, dy, djoined, y, F: tl.constexpr, BLOCK: tl.constexpr, AGAIN: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -89,4 +89,4 @@ def backward_kernel(
         tl.store(y + token * F + channel, active.to(y.dtype.element_ty), inside)
 
 
-forward, backward = Launched(forward_kernel), Launched(backward_kernel)
+forward, backward = Launched(swiglu_forward_kernel), Launched(swiglu_backward_kernel)

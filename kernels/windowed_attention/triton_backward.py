@@ -14,7 +14,7 @@ from mixtron.kernels.windowed_attention.triton_forward import attended, rows, wi
 
 
 @triton.jit(do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots"])
-def query_gradient_kernel(
+def windowed_query_gradient_kernel(
     q_THK,
     k_SGK,
     v_SGV,
@@ -94,7 +94,7 @@ def query_gradient_kernel(
 
 
 @triton.jit(do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots"])
-def key_gradients_kernel(
+def windowed_key_gradients_kernel(
     q_THK,
     k_SGK,
     v_SGV,

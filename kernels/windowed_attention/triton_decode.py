@@ -50,7 +50,7 @@ def attend_rows(
     own_row_B = None
     if own_logit_BH is not None:
         own_row_B = row_BW.where(attended_BW, -1).amax(1)
-    rows_kernel[(splits, B * G)](
+    windowed_rows_kernel[(splits, B * G)](
         q_BHK.contiguous(), k_BSGK, v_BSGV, row_BW.contiguous(), attended_BW.contiguous(),
         own_row_B, own_logit_BH, top_BGNR, sum_BGNR, o_BGNRV,
         scale, W, k_BSGK.stride(0), v_BSGV.stride(0), G, shared,
@@ -64,7 +64,7 @@ def attend_rows(
 
 
 @triton.jit(do_not_specialize=["W", "k_stride", "v_stride", "G", "shared"])
-def rows_kernel(
+def windowed_rows_kernel(
     q_BHK, k_BSGK, v_BSGV, row_BW, attended_BW, own_row_B, own_logit_BH,
     top_BGNR, sum_BGNR, o_BGNRV, scale, W, k_stride, v_stride, G, shared,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,

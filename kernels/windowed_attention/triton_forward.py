@@ -14,7 +14,7 @@ from mixtron.kernels.triton_tools import LOG2_E, gather, scatter
 
 
 @triton.jit(do_not_specialize=["before", "reach", "query_rows", "key_rows", "most", "slots"])
-def forward_kernel(
+def windowed_forward_kernel(
     q_THK,
     k_SGK,
     v_SGV,

@@ -28,7 +28,9 @@ class _GatedSum(torch.autograd.Function):
         first_THK, second_THK = first_THK.contiguous(), second_THK.contiguous()
         o_THK = torch.empty_like(first_THK)
         grid, sizes = _sizes(first_THK, gate1_TH, gate2_TH)
-        _forward_kernel[grid](first_THK, second_THK, gate1_TH, gate2_TH, o_THK, **sizes)
+        windowed_gates_forward_kernel[grid](
+            first_THK, second_THK, gate1_TH, gate2_TH, o_THK, **sizes
+        )
         ctx.save_for_backward(first_THK, second_THK, gate1_TH, gate2_TH)
         return o_THK
 
@@ -37,7 +39,7 @@ class _GatedSum(torch.autograd.Function):
         saved = ctx.saved_tensors
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved]
         grid, sizes = _sizes(saved[0], *saved[2:])
-        _backward_kernel[grid](*saved, do_THK.contiguous(), *grads, **sizes)
+        windowed_gates_backward_kernel[grid](*saved, do_THK.contiguous(), *grads, **sizes)
         return tuple(grads)
 
 
@@ -57,7 +59,7 @@ def _sizes(first_THK: Tensor, gate1_TH: Tensor, gate2_TH: Tensor) -> tuple[tuple
 
 
 @triton.jit(do_not_specialize=["rows", "H"])
-def _forward_kernel(
+def windowed_gates_forward_kernel(
     first_THK,
     second_THK,
     gate1_TH,
@@ -84,7 +86,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "H"])
-def _backward_kernel(
+def windowed_gates_backward_kernel(
     first_THK,
     second_THK,
     gate1_TH,

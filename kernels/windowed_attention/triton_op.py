@@ -12,14 +12,14 @@ from mixtron.kernels.launching import Launched
 from mixtron.kernels.triton_tools import check_takes, product_dtype
 from mixtron.kernels.windowed_attention.plan import TileLists, WindowPlan
 from mixtron.kernels.windowed_attention.triton_backward import (
-    key_gradients_kernel,
-    query_gradient_kernel,
+    windowed_key_gradients_kernel,
+    windowed_query_gradient_kernel,
 )
-from mixtron.kernels.windowed_attention.triton_forward import forward_kernel
+from mixtron.kernels.windowed_attention.triton_forward import windowed_forward_kernel
 
-launch_forward = Launched(forward_kernel)
-launch_query_gradient = Launched(query_gradient_kernel)
-launch_key_gradients = Launched(key_gradients_kernel)
+launch_forward = Launched(windowed_forward_kernel)
+launch_query_gradient = Launched(windowed_query_gradient_kernel)
+launch_key_gradients = Launched(windowed_key_gradients_kernel)
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,12 @@ def random_keys(
     step = step if on_device else number
     options = {"C": KEYS, "STEP_ON_DEVICE": on_device}
     grid = (triton.cdiv(T, KEYS), len(layers))
-    _keys_kernel[grid](start_T, end_T, key_LT, low, high, step, layer, T, **options)
+    windowed_keys_kernel[grid](start_T, end_T, key_LT, low, high, step, layer, T, **options)
     return key_LT
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "step", "first_layer", "T"])
-def _keys_kernel(
+def windowed_keys_kernel(
     start_T,
     end_T,
     key_LT,
@@ -90,7 +90,7 @@ def tiles(
     N = segments * (segment // tile)
     values_4NC = torch.empty(4, N, tile, dtype=torch.int32, device=token_S.device)
     extent_7N = torch.empty(7, N, dtype=torch.int32, device=token_S.device)
-    _tiles_kernel[(segments,)](
+    windowed_tiles_kernel[(segments,)](
         row_S,
         token_S,
         start_S,
@@ -109,7 +109,7 @@ def tiles(
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "first_slot", "slots", "N"])
-def _tiles_kernel(
+def windowed_tiles_kernel(
     row_S,
     token_S,
     start_S,
@@ -176,7 +176,7 @@ def tile_lists(
     N, others = ours_7N.shape[1], theirs_7N.shape[1]
     tiles_NM = torch.empty(N, most, dtype=torch.int32, device=ours_7N.device)
     count_N, whole_N = torch.empty(2, N, dtype=torch.int32, device=ours_7N.device)
-    _lists_kernel[(N,)](
+    windowed_lists_kernel[(N,)](
         ours_7N,
         theirs_7N,
         tiles_NM,
@@ -198,7 +198,7 @@ def tile_lists(
 @triton.jit(
     do_not_specialize=["first", "in_segment", "step", "most", "before", "after", "others"]
 )  # fmt: skip
-def _lists_kernel(
+def windowed_lists_kernel(
     ours_7N,
     theirs_7N,
     tiles_NM,

@@ -5,10 +5,12 @@ by a run whose mathematics is that of the first form and whose rounding is not (
 """
 
 import json
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import numpy as np
 from mixtron.kernels.measure import table
 from mixtron.launch.checks import check
 from mixtron.launch.config import load_config
+from mixtron.launch.lifetime import die_with_parent
 from mixtron.launch.metrics_files import whole_rows
 from mixtron.megatron_ext.errors import ConfigError
 
@@ -83,7 +86,9 @@ def bench_curves(
         rows.unlink(missing_ok=True)
         arguments = [str(config), str(rows), str(steps), str(limit_s), *overrides, *form.overrides]
         command = [sys.executable, "-W", "ignore", "-m", "mixtron.launch.bench.curve", *arguments]
-        code = subprocess.run(command).returncode
+        # The thread that starts it lives until the last form has ended.
+        end_with_this = partial(die_with_parent, signal.SIGTERM)
+        code = subprocess.run(command, preexec_fn=end_with_this).returncode
         return Curve(form.name, code, list(whole_rows(rows)))
 
     with ThreadPoolExecutor(at_once) as pool:

@@ -1,13 +1,16 @@
 """`mixtron bench ops`: runs the ops' own benches, one process each."""
 
 import importlib.util
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import mixtron.kernels.measure
+from mixtron.launch.lifetime import die_with_parent
 from mixtron.megatron_ext.errors import ConfigError
 
 
@@ -31,10 +34,11 @@ def run_benches(ops: list[str]) -> int:
         raise ConfigError("mixtron bench ops needs a GPU, and there is none")
     if importlib.util.find_spec("fla") is None:
         print("Without the `bench` extra: flash-linear-attention is not compared with.\n")
-    failed = []
+    end_with_this, failed = partial(die_with_parent, signal.SIGTERM), []
     for op in ops or known:
         print(f"## {op}\n", flush=True)
-        if subprocess.run([sys.executable, "-m", f"mixtron.kernels.{op}.bench"]).returncode:
+        command = [sys.executable, "-m", f"mixtron.kernels.{op}.bench"]
+        if subprocess.run(command, preexec_fn=end_with_this).returncode:
             failed.append(op)
         print(flush=True)
     if failed:

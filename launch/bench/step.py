@@ -27,7 +27,6 @@ from mixtron.launch.loop import Progress, Run, train_step
 from mixtron.launch.memory import memory_per_rank
 from mixtron.launch.sample_stream import Sample
 from mixtron.launch.saver import Saver
-from mixtron.launch.signals import StopFlag
 from mixtron.launch.train import quiet_libraries
 from mixtron.megatron_ext.layer_graphs import LayerGraphs, release_recordings
 from mixtron.megatron_ext.model import build_model
@@ -141,7 +140,7 @@ def build_run(config: RunConfig, ranks: Ranks, data: Any) -> Run:
     nowhere = Path(tempfile.gettempdir()) / "mixtron_bench_saves_nothing"
     say: Callable[[str], None] = lambda text: None  # noqa: E731
     saver = Saver(nowhere, config.checkpoint, ranks, say)
-    return Run(config, ranks, wrapped, optimizer, data, {}, Progress(), StopFlag(), saver, say)
+    return Run(config, ranks, wrapped, optimizer, data, {}, Progress(), saver, say)
 
 
 def seconds_per_step(run: Run, steps: int) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mixtron.data_prep.shards import Shard
 from mixtron.data_prep.tokenizer import Tokenizer
-from mixtron.launch.config import DataConfig
+from mixtron.launch.config_sections import DataConfig
 from mixtron.launch.data import check_against_tokenizer, check_vocabulary
 from mixtron.launch.inference.source import Source
 from mixtron.launch.sample_order import document_runs

@@ -11,7 +11,8 @@ from ruamel.yaml.error import YAMLError
 from mixtron.data_prep.tokenizer import Tokenizer, load_tokenizer
 from mixtron.launch.checkpoint_files import read_manifest
 from mixtron.launch.checks import check_shape
-from mixtron.launch.config import DataConfig, RunConfig
+from mixtron.launch.config import RunConfig
+from mixtron.launch.config_sections import DataConfig
 from mixtron.launch.spectral.runs import config_of, is_run, newest_checkpoint
 from mixtron.megatron_ext.config import ParallelConfig
 from mixtron.megatron_ext.errors import ConfigError

@@ -10,7 +10,8 @@ from torch import Tensor
 from mixtron.data_prep.tokenizer import load_tokenizer
 from mixtron.kernels.sd_attention import interaction
 from mixtron.launch.checkpoint import load_weights
-from mixtron.launch.config import DataConfig, RunConfig
+from mixtron.launch.config import RunConfig
+from mixtron.launch.config_sections import DataConfig
 from mixtron.launch.spectral.heads import SMALL, HeadSpectrum, effective_rank, head_spectra
 from mixtron.launch.spectral.huggingface import read_config
 from mixtron.launch.spectral.huggingface_text import attention_inputs, text_ids

@@ -13,7 +13,6 @@ from mixtron.launch.data import AnyValidation, open_data
 from mixtron.launch.evaluate import evaluate
 from mixtron.launch.loop import Progress, Run
 from mixtron.launch.saver import Saver
-from mixtron.launch.signals import StopFlag
 from mixtron.launch.spectral.mappings import Layer
 from mixtron.launch.spectral.runs import StoredTensors, config_of, newest_checkpoint
 from mixtron.launch.spectral.weights import SpectralError
@@ -124,7 +123,7 @@ def _fill(name: str, parameter, left: dict[str, Tensor]) -> None:
 def perplexity(variant: Variant, ranks: Ranks, validation: dict[str, AnyValidation]) -> float:
     """exp of the mean loss a token, over the first validation set."""
     chunk = build(variant, ranks)
-    losses = evaluate([chunk], variant.config, ranks, validation, StopFlag())
+    losses = evaluate([chunk], variant.config, ranks, validation)
     assert losses is not None
     return float(torch.tensor(next(iter(losses.values()))).exp())
 
@@ -153,9 +152,7 @@ def write_run(variant: Variant, run_dir: Path, ranks: Ranks) -> None:
     )
     _, data, validation = open_data(config)
     saver = Saver(run_dir / "checkpoints", config.checkpoint, ranks, print)
-    run = Run(
-        config, ranks, wrapped, optimizer, data, validation, Progress(), StopFlag(), saver, print
-    )
+    run = Run(config, ranks, wrapped, optimizer, data, validation, Progress(), saver, print)
     dump_config(config, run_dir / "config.yaml")
     saver.save(0, wrapped, optimizer, run.state(), config, remove_others=False)
     saver.finish()

@@ -12,7 +12,7 @@ from mixtron.launch.synthetic.task import Task
 from mixtron.megatron_ext.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mixtron.launch.config import SyntheticDataConfig
+    from mixtron.launch.config_sections import SyntheticDataConfig
 
 BLOCK = 64
 """Samples that are generated together."""

@@ -8,7 +8,8 @@ from rich.table import Table
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from mixtron.launch.config import RunConfig, SyntheticDataConfig, load_config
+from mixtron.launch.config import RunConfig, load_config
+from mixtron.launch.config_sections import SyntheticDataConfig
 from mixtron.launch.synthetic.grid import settings_of
 from mixtron.launch.synthetic.task import Task
 from mixtron.megatron_ext.errors import ConfigError

@@ -7,13 +7,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from mixtron.launch.checks import check
-from mixtron.launch.config import (
-    AnyTask,
-    RunConfig,
-    SyntheticDataConfig,
-    load_mapping,
-    parse,
-)
+from mixtron.launch.config import RunConfig, load_mapping, parse
+from mixtron.launch.config_sections import AnyTask, SyntheticDataConfig
 from mixtron.launch.synthetic.data import open_synthetic
 from mixtron.launch.synthetic.grid import settings_of
 from mixtron.megatron_ext.config import Count, Positive, Section

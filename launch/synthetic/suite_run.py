@@ -12,7 +12,7 @@ from mixtron.launch.data import open_data
 from mixtron.launch.lifetime import unlock_run_folder
 from mixtron.launch.loop import Run, train
 from mixtron.launch.setup_run import prepare
-from mixtron.launch.signals import StopFlag
+from mixtron.launch.signals import StopFlag, Stopped
 from mixtron.launch.synthetic.accuracy import evaluate_settings
 from mixtron.launch.synthetic.suite_config import Cell, SuiteConfig
 from mixtron.launch.synthetic.suite_results import has_result, write_result
@@ -26,7 +26,6 @@ class Worker:
     def __init__(self, suite: SuiteConfig, cells: list[Cell]) -> None:
         self.suite, self.cells = suite, cells
         self.stop = StopFlag()
-        """The newest: each run has one of its own."""
 
     def work(self) -> int:
         """Returns the exit code. A run that fails is reported, and the others go on."""
@@ -38,6 +37,8 @@ class Worker:
                 started = time.perf_counter()
                 try:
                     rows = self.run_cell(cell)
+                except Stopped:
+                    return exit_codes.PREEMPTED
                 except Exception as error:
                     code = exit_codes.exit_code_of(error)
                     print(f"mixtron: {cell.label}: {error}", file=sys.stderr, flush=True)
@@ -60,11 +61,8 @@ class Worker:
         """
         with open(cell.run_dir / "log.txt", "a") as log, contextlib.redirect_stdout(log):
             try:
-                run = prepare(cell.config, *open_data(cell.config)[1:])
-                if self.stop.requested():  # received before the run's own flag was set up
-                    return None
-                self.stop = run.stop
-                if train(run) != exit_codes.FINISHED:
+                run = prepare(cell.config, *open_data(cell.config)[1:], self.stop)
+                if train(run, self.stop) != exit_codes.FINISHED:
                     return None
                 return self.evaluate(cell, run)
             finally:
@@ -73,7 +71,7 @@ class Worker:
     def evaluate(self, cell: Cell, run: Run) -> list[dict] | None:
         rows = []
         for setting in cell.settings:
-            if run.stop.requested():
+            if self.stop.requested():
                 return None
             rows += evaluate_settings(
                 run.wrapped[0],

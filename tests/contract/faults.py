@@ -8,7 +8,7 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from mixtron.launch import micro_batch
-from mixtron.megatron_ext import layers, model, parameters
+from mixtron.megatron_ext import model, parameters, projections
 from mixtron.megatron_ext.batch import make_batch
 from mixtron.megatron_ext.mixers import mixer_module
 
@@ -93,7 +93,9 @@ def own_initial_weights():
 def fused_checkpoint_key():
     """A fused projection stored as one matrix: its rows are in another order at another TP."""
     return mock.patch.object(
-        layers.FusedColumnParallel, "sharded_state_dict", ColumnParallelLinear.sharded_state_dict
+        projections.FusedColumnParallel,
+        "sharded_state_dict",
+        ColumnParallelLinear.sharded_state_dict,
     )
 
 

@@ -29,7 +29,7 @@ from mixtron.data_prep.report import print_result
 from mixtron.data_prep.run import Share, run_units
 from mixtron.data_prep.shards import Shard
 from mixtron.data_prep.tokenizer import load_tokenizer
-from mixtron.launch.config import DataConfig
+from mixtron.launch.config_sections import DataConfig
 from mixtron.launch.data import TrainingData, ValidationData
 from tests.data_prep.corpora import speeches, write_jsonl
 

@@ -11,9 +11,12 @@ from tests.helpers.machine_code import Compiled, disassembled, unset_addresses
 def scans(K, tokens, monkeypatch):
     """The machine code of the delta base's scan, and from the end, as launched for each range of
     bits."""
-    kernels = [Compiled(op.scan_kernel), Compiled(op.reverse_scan_kernel)]
-    monkeypatch.setattr(op, "scan_kernel", kernels[0])
-    monkeypatch.setattr(op, "reverse_scan_kernel", kernels[1])
+    kernels = [
+        Compiled(op.log_linear_delta_scan_kernel),
+        Compiled(op.log_linear_delta_reverse_scan_kernel),
+    ]
+    monkeypatch.setattr(op, "log_linear_delta_scan_kernel", kernels[0])
+    monkeypatch.setattr(op, "log_linear_delta_reverse_scan_kernel", kernels[1])
     plan = tree_plan((tokens,), 0, 64, torch.device("cpu"))
     v_BTJV = torch.empty(1, tokens, 4, K, dtype=torch.bfloat16)
     shape = (1, 4, plan.chunks)

@@ -15,6 +15,7 @@ from mixtron.launch import loop
 from mixtron.launch.config import load_config
 from mixtron.launch.data import open_data
 from mixtron.launch.setup_run import prepare
+from mixtron.launch.signals import StopFlag
 from tests.data_prep.corpora import speeches
 from tests.helpers.jobs import small_config, write_config
 from tests.helpers.ranks import run_on_ranks
@@ -87,8 +88,8 @@ def trained(config_path: str, overrides: list[str], stop_at: int | None) -> Outc
                 run.saver.save(0, run.wrapped, run.optimizer, run.state(), config)
                 run.saver.finish()
                 return Outcome(75, said.getvalue())
-            with watched(run, stop_at) as outcome:
-                outcome.code = loop.train(run)
+            with watched(run, stop_at) as (outcome, stop):
+                outcome.code = loop.train(run, stop)
         except Exception as error:
             if not hasattr(error, "exit_code"):
                 raise
@@ -103,9 +104,9 @@ def trained(config_path: str, overrides: list[str], stop_at: int | None) -> Outc
 
 
 @contextlib.contextmanager
-def watched(run, stop_at: int | None) -> Iterator[Outcome]:
-    """Records what each step does, and sends the signal."""
-    outcome = Outcome(-1, "")
+def watched(run, stop_at: int | None) -> Iterator[tuple[Outcome, StopFlag]]:
+    """Records what each step does, and sends the signal to the flag."""
+    outcome, stop = Outcome(-1, ""), StopFlag()
     plain_step, plain_next = loop.train_step, run.data.next
 
     def step(run):
@@ -113,7 +114,7 @@ def watched(run, stop_at: int | None) -> Iterator[Outcome]:
         outcome.rates.append(values["train/lr"])
         outcome.losses.append(values["train/loss"])
         if run.progress.step == stop_at and run.ranks.world_rank == run.ranks.world_size - 1:
-            run.stop.signal = signal.SIGTERM
+            stop.signal = signal.SIGTERM
         return values
 
     def next_samples(count):
@@ -123,6 +124,6 @@ def watched(run, stop_at: int | None) -> Iterator[Outcome]:
 
     loop.train_step, run.data.next = step, next_samples
     try:
-        yield outcome
+        yield outcome, stop
     finally:
         loop.train_step = plain_step

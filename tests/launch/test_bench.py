@@ -1,9 +1,15 @@
 """`mixtron bench` on a CPU: what it prints, and what it refuses."""
 
+import contextlib
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -15,8 +21,9 @@ from mixtron.launch.bench.overhead import report as shares_of
 from mixtron.launch.bench.profile import idle_before, kind_of, own_kernels
 from mixtron.launch.config import load_config
 from mixtron.launch.estimate import training_flops_per_token
+from mixtron.launch.metrics_files import whole_rows
 from mixtron.megatron_ext.errors import ConfigError
-from tests.helpers.jobs import small_config, write_config
+from tests.helpers.jobs import ENVIRONMENT, small_config, write_config
 from tests.helpers.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +103,29 @@ def test_curves_compare_forms_on_the_same_data(corpus, tmp_path):
     assert losses["other"][0] == losses["a"][0]
     assert losses["other"][2] != pytest.approx(losses["a"][2], rel=1e-4)
     assert plot.stat().st_size > 10_000
+
+
+def test_a_bench_ends_by_sigterm(corpus, tmp_path):
+    """With the process that it started, in the middle of its steps."""
+    small = small_config(corpus, tmp_path / "run") | {"parallel": {}}
+    path, plot = write_config(tmp_path / "config.yaml", small), tmp_path / "curves.png"
+    arguments = ["bench", "curves", str(path), "--form", "a", "--form", "b", "--plot", str(plot)]
+    command = [sys.executable, "-m", "mixtron.launch.cli", *arguments, "--steps", "1000000"]
+    with subprocess.Popen(command, env=ENVIRONMENT) as process:
+        deadline = time.monotonic() + 120
+        while not list(whole_rows(tmp_path / "curves.a.jsonl")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        trained_by = psutil.Process(process.pid).children()
+        try:
+            process.terminate()
+            assert process.wait(10) == -signal.SIGTERM
+            assert psutil.wait_procs(trained_by, timeout=10) == (trained_by, [])
+        finally:
+            for left in (process, *trained_by):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    left.kill()
 
 
 def test_curves_refuse_forms_that_cannot_be_told_apart():
@@ -185,11 +215,13 @@ def test_kinds_of_kernels(kernel, kind):
 
 def test_kernels_are_told_by_their_op():
     import mixtron.kernels.delta_rule.triton_forward
+    import mixtron.kernels.gated_linear_attention.triton_forward
     import mixtron.kernels.norms.triton_kernels  # noqa: F401
 
     own = own_kernels()
-    assert own["scan_kernel"].startswith("own: delta_rule")
-    assert "own: norms" in own.values()
+    assert own["scan_kernel"] == "own: delta_rule"
+    assert own["gla_scan_kernel"] == "own: gated_linear_attention"
+    assert own["norm_forward_kernel"] == "own: norms"
     ops = {path.name for path in (ROOT / "kernels").iterdir() if path.is_dir()}
     assert {kind.removeprefix("own: ") for kind in MIXER_KINDS} - {"attention"} <= ops
 

@@ -9,7 +9,7 @@ from mixtron.data_prep.build import build
 from mixtron.data_prep.errors import DataError
 from mixtron.data_prep.shards import Shard
 from mixtron.data_prep.tokenizer import load_tokenizer, train_tokenizer
-from mixtron.launch.config import DataConfig
+from mixtron.launch.config_sections import DataConfig
 from mixtron.launch.data import (
     TrainingData,
     ValidationData,

@@ -194,7 +194,7 @@ def stop_on_one_rank(config_path: str, after_preparing: bool) -> tuple[int, int]
     try:
         run = prepare(config, *open_data(config)[1:], stop)
         stop.limit_duration(limit_s)
-        return loop.train(run), run.progress.step
+        return loop.train(run, stop), run.progress.step
     except Stopped as stopped:
         return stopped.exit_code, 0
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from mixtron.launch.config import ScheduleConfig
+from mixtron.launch.config_sections import ScheduleConfig
 from mixtron.launch.schedule import learning_rate
 
 PEAK, STEPS = 2.0, 110

@@ -56,7 +56,7 @@ def run_with_signal(config_path: str, moment: str) -> tuple[int, int, int, int]:
             run = setup_run.prepare(config, *open_data(config)[1:], stop)
             if moment == "save":
                 stop.signal = signal.SIGTERM if dist.get_rank() == 1 else None
-            code = loop.train(run)
+            code = loop.train(run, stop)
         except Stopped as stopped:
             return stopped.exit_code, 0, counts["save"], counts["evaluate"]
         finally:

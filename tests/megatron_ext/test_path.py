@@ -70,6 +70,56 @@ def build_layer(mixer: MixerConfig, context: int = 1):
     return layer, device
 
 
+def past_of_three(exchange: str, overflow: bool) -> dict[str, torch.Tensor]:
+    """Attention to a segment's past (and itself, by keys), and gradients of its own inputs. The
+    first segment is a document, which overflows, the other two are another."""
+    import torch.distributed as dist
+
+    from mixtron.kernels.path_attention import past_queries, path_attention, path_segment
+    from mixtron.megatron_ext.context_parallel import nothing_of
+    from mixtron.megatron_ext.mixers.path.gathered import pasts_of_segments
+    from mixtron.megatron_ext.mixers.path.ring import attend_segments_before, ring_of
+    from mixtron.megatron_ext.mixers.path.segments import Segments
+
+    rank, tokens, H, K = dist.get_rank(), 16, 2, 16
+    generator = torch.Generator().manual_seed(rank)
+    q, k, v, w = (torch.randn(1, tokens, H, K, generator=generator) for _ in range(4))
+    w = torch.nn.functional.normalize(w, dim=-1)
+    log_forget = -torch.rand(1, tokens, H, generator=generator)
+    beta = 2 * torch.rand(1, tokens, H, generator=generator)
+    if overflow and rank == 0:
+        for x in (k, v, w, log_forget):
+            x[:, 3] = -math.inf
+    inputs = {"q": q, "k": k, "v": v, "w": w, "beta": beta, "log_forget": log_forget}
+    q, k, v, *gates = (x.requires_grad_() for x in inputs.values())
+    group = dist.group.WORLD
+    assert group is not None
+    offsets = torch.tensor([0, tokens, 3 * tokens])
+    segments = Segments([[0], [1], [2]], tokens, 2, offsets, group, None)
+    if exchange == "ring":
+        queries, made = past_queries(q, k, *gates, scale=K**-0.5), [path_segment(k, *gates)]
+        o, lse = attend_segments_before(*queries, made, v, ring_of(segments))
+        loss = o.sum() + lse[lse.isfinite()].sum()
+    else:
+        [past], [v_BTGV] = pasts_of_segments([(q, k, v, *gates)], segments)
+        seen = segments.documents_from(0, rank)
+        o = path_attention(q, k, v_BTGV, *gates, past=past, cu_seqlens=seen, max_seqlen=2 * tokens)
+        loss = o.sum() if rank else nothing_of(o).sum()
+    gradients = torch.autograd.grad(loss, [q, k, v, *gates])
+    return {"o": o.detach(), **dict(zip(inputs, gradients, strict=True))}
+
+
+@pytest.mark.parametrize("exchange", ["keys", "ring"])
+def test_what_overflows_in_a_document_stays_there(exchange):
+    plain, overflown = (run_on_ranks(3, past_of_three, exchange, x) for x in (False, True))
+    assert plain[2]["o"].any()
+    for rank in (1, 2):
+        for name, x in overflown[rank].items():
+            assert torch.equal(x, plain[rank][name]), (rank, name)
+    if exchange == "ring":  # with keys, the first document's own attention is in its gradient
+        assert not overflown[0]["v"].any()
+
+
 def work_of_rank(case: Case, layout: Layout) -> int:
     """FLOPs of all matrix products in a step's forwards and backwards."""
     from torch.utils.flop_counter import FlopCounterMode

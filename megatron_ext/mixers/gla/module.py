@@ -13,14 +13,11 @@ from mixtron.kernels.gated_linear_attention import (
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.cache import end_states
 from mixtron.megatron_ext.context_parallel import state_before
-from mixtron.megatron_ext.layers import (
-    FusedColumnParallel,
-    OutputProjection,
-    ShardedModule,
-    gated_norm,
-)
 from mixtron.megatron_ext.mixers.gla.config import Config
+from mixtron.megatron_ext.norms import gated_norm
 from mixtron.megatron_ext.parameters import constant, normal, replicated
+from mixtron.megatron_ext.projections import FusedColumnParallel, OutputProjection
+from mixtron.megatron_ext.sharded_module import ShardedModule
 
 
 class Mixer(ShardedModule):

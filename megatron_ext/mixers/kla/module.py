@@ -19,22 +19,19 @@ from mixtron.megatron_ext.context_parallel import (
     heads_to_sequence,
     sequence_to_heads,
 )
-from mixtron.megatron_ext.layers import (
-    FusedColumnParallel,
-    OutputProjection,
-    ShardedModule,
-    ShortConvolution,
-    gated_norm,
-)
 from mixtron.megatron_ext.mixers.kla.config import Config
+from mixtron.megatron_ext.norms import gated_norm
 from mixtron.megatron_ext.parameters import (
     constant,
     draw_dt_bias,
     draw_log_decay_rate,
     replicated,
 )
+from mixtron.megatron_ext.projections import FusedColumnParallel, OutputProjection
 from mixtron.megatron_ext.recompute import computed_again
 from mixtron.megatron_ext.scalars import Scalars
+from mixtron.megatron_ext.sharded_module import ShardedModule
+from mixtron.megatron_ext.short_convolution import ShortConvolution
 from mixtron.megatron_ext.state_relay import StateRelay
 
 

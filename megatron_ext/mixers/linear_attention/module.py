@@ -10,8 +10,9 @@ from mixtron.kernels.linear_attention import (
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.cache import end_states
 from mixtron.megatron_ext.context_parallel import state_before
-from mixtron.megatron_ext.layers import FusedColumnParallel, OutputProjection, ShardedModule
 from mixtron.megatron_ext.mixers.linear_attention.config import Config
+from mixtron.megatron_ext.projections import FusedColumnParallel, OutputProjection
+from mixtron.megatron_ext.sharded_module import ShardedModule
 
 
 class Mixer(ShardedModule):

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixtron.megatron_ext.layers import ShardedModule
 from mixtron.megatron_ext.mixers.log_linear.config import Config
 from mixtron.megatron_ext.parameters import constant, replicated, uniform
+from mixtron.megatron_ext.sharded_module import ShardedModule
 
 ONE = 0.54
 """softplus(0.54) = 0.9992: every level starts with about the weight that it has without lambda."""

@@ -16,23 +16,20 @@ from mixtron.kernels.norms import unit_norm
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.cache import by_document
 from mixtron.megatron_ext.errors import ConfigError
-from mixtron.megatron_ext.layers import (
-    FusedColumnParallel,
-    OutputProjection,
-    ShardedModule,
-    ShortConvolution,
-    gated_norm,
-)
 from mixtron.megatron_ext.mixers.log_linear.config import Config
 from mixtron.megatron_ext.mixers.log_linear.context import share_of, states_before
 from mixtron.megatron_ext.mixers.log_linear.level_weights import LevelWeights
+from mixtron.megatron_ext.norms import gated_norm
 from mixtron.megatron_ext.parameters import (
     constant,
     draw_dt_bias,
     draw_log_decay_rate,
     replicated,
 )
+from mixtron.megatron_ext.projections import FusedColumnParallel, OutputProjection
 from mixtron.megatron_ext.scalars import Scalars
+from mixtron.megatron_ext.sharded_module import ShardedModule
+from mixtron.megatron_ext.short_convolution import ShortConvolution
 
 
 class Mixer(ShardedModule):

@@ -12,14 +12,11 @@ from mixtron.kernels.gated_linear_attention import (
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.cache import end_states
 from mixtron.megatron_ext.context_parallel import state_before
-from mixtron.megatron_ext.layers import (
-    FusedColumnParallel,
-    OutputProjection,
-    ShardedModule,
-    ShortConvolution,
-)
 from mixtron.megatron_ext.mixers.mamba2.config import Config
 from mixtron.megatron_ext.parameters import constant, draw_dt_bias, draw_log_decay_rate
+from mixtron.megatron_ext.projections import FusedColumnParallel, OutputProjection
+from mixtron.megatron_ext.sharded_module import ShardedModule
+from mixtron.megatron_ext.short_convolution import ShortConvolution
 
 
 class Mixer(ShardedModule):

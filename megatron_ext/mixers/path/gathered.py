@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mixtron.kernels.path_attention import PastKeys, Segment, past_of, path_segment
-from mixtron.megatron_ext.context_parallel import gather
+from mixtron.megatron_ext.context_parallel import gather, nothing_of
 from mixtron.megatron_ext.mixers.path.segments import Segments
 
 
@@ -29,16 +29,33 @@ def pasts_of_segments(
     own_values = [v_BTGV for _, _, v_BTGV, *_ in inputs]
     gathered_RNE = gather(torch.stack([_flat(segment) for segment in made]), segments.group)
     values_RNTGV = gather(torch.cat(own_values), segments.group)
-    order = segments.gathered_order()
+    order, document_ST = segments.gathered_order(), segments.document_of_tokens()
     pasts: list[PastKeys | None] = []
     for segment in segments.own:
-        seen = [order[before] for before in segments.seen_by(segment)]
-        theirs = [_unflat(gathered_RNE[place], made[0]) for place in seen]
-        values = [values_RNTGV[place][None] for place in seen]
-        pasts.append(past_of(theirs, values) if seen else None)
+        theirs, values = [], []
+        for before in segments.seen_by(segment):
+            place, other_T = order[before], document_ST[before] != document_ST[segment, 0]
+            theirs.append(_without(_unflat(gathered_RNE[place], made[0]), other_T))
+            values.append(_cleared(values_RNTGV[place][None], other_T))
+        pasts.append(past_of(theirs, values) if theirs else None)
     rank = segments.group.rank()
-    unused = 0 * (gathered_RNE[rank].sum() + values_RNTGV[rank].sum())
+    unused = nothing_of(gathered_RNE[rank].sum()) + nothing_of(values_RNTGV[rank].sum())
     return pasts, [v_BTGV + unused.to(v_BTGV.dtype) for v_BTGV in own_values]
+
+
+def _without(segment: Segment, other_T: Tensor) -> Segment:
+    """Nothing of the tokens of documents that a later segment does not go on with: they may hold
+    inf or NaN. A map or sum that begins in one carries no keys of that segment's document."""
+    return Segment(
+        _cleared(segment.k_BTGK, other_T),
+        None if segment.map_BGKK is None else segment.map_BGKK.masked_fill(other_T[0], 0),
+        None if segment.gate_after_BTH is None else _cleared(segment.gate_after_BTH, other_T),
+        None if segment.gate_total_BH is None else segment.gate_total_BH.masked_fill(other_T[0], 0),
+    )
+
+
+def _cleared(x_BTXX: Tensor, other_T: Tensor) -> Tensor:
+    return x_BTXX.masked_fill(other_T.view(1, -1, *[1] * (x_BTXX.dim() - 2)), 0)
 
 
 def _tensors(segment: Segment) -> dict[str, Tensor]:

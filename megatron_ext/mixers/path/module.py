@@ -17,18 +17,15 @@ from mixtron.kernels.path_attention import (
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.cache import by_document, side_by_side
 from mixtron.megatron_ext.context_parallel import heads_to_sequence, sequence_to_heads
-from mixtron.megatron_ext.layers import (
-    FusedColumnParallel,
-    OutputProjection,
-    ShardedModule,
-    ShortConvolution,
-)
 from mixtron.megatron_ext.mixers.path.config import PathFamilyConfig
 from mixtron.megatron_ext.mixers.path.gathered import pasts_of_segments
 from mixtron.megatron_ext.mixers.path.ring import attend_segments_before, ring_of
 from mixtron.megatron_ext.mixers.path.segments import Segments, segments_of
 from mixtron.megatron_ext.parameters import constant, normal, replicated
+from mixtron.megatron_ext.projections import FusedColumnParallel, OutputProjection
 from mixtron.megatron_ext.scalars import Scalars
+from mixtron.megatron_ext.sharded_module import ShardedModule
+from mixtron.megatron_ext.short_convolution import ShortConvolution
 
 KEPT_PARTS = ("query", "key", "value", "householder")
 """Of the input projection: what backward reads again."""

@@ -10,9 +10,8 @@ from mixtron.kernels.path_attention import (
     Segment,
     attend_past,
     attend_past_backward,
-    documents,
 )
-from mixtron.megatron_ext.context_parallel import gather
+from mixtron.megatron_ext.context_parallel import gather, nothing_of
 from mixtron.megatron_ext.mixers.path.segments import Segments
 
 
@@ -61,10 +60,7 @@ def ring_of(segments: Segments) -> Ring:
     size = segments.group.size()
     owner = {s: rank for rank, own in enumerate(segments.of_rank) for s in own}
     hops = [(owner[s] - owner[other]) % size for s in owner for other in segments.seen_by(s)]
-    document_S = documents(
-        segments.cu_seqlens, len(owner) * segments.tokens, 0, segments.cu_seqlens.device
-    )
-    return Ring(segments, max(hops, default=0), document_S.unflatten(0, (len(owner), -1)))
+    return Ring(segments, max(hops, default=0), segments.document_of_tokens())
 
 
 def attend_segments_before(
@@ -81,7 +77,9 @@ def attend_segments_before(
     after_NGRT = offset_NSGR = carry_NSGKK = None
     if made[0].map_BGKK is not None:
         maps_SGKK = _in_order([segment.map_BGKK for segment in made], segments)
-        carry_NSGKK = torch.stack([_carries(maps_SGKK, segment) for segment in segments.own])
+        carry_NSGKK = torch.stack(
+            [_carries(maps_SGKK, segment, ring.document_ST) for segment in segments.own]
+        )
     if made[0].gate_after_BTH is not None:
         after_NTH = torch.cat([segment.gate_after_BTH for segment in made])  # type: ignore[misc]
         after_NGRT = after_NTH.transpose(1, 2).unflatten(1, (G, -1))
@@ -106,18 +104,25 @@ def _in_order(own: list[Tensor | None], segments: Segments) -> Tensor:
     return torch.stack([all_RN[place] for place in segments.gathered_order()])
 
 
-def _carries(map_SGKK: Tensor, segment: int) -> Tensor:
-    """[s]: what carries segment s's keys from its end to this one's start; 0 for later ones."""
-    identity_GKK = torch.eye(map_SGKK.shape[-1], device=map_SGKK.device) + 0 * map_SGKK[0]
-    carries = [0 * each for each in map_SGKK]
+def _carries(map_SGKK: Tensor, segment: int, document_ST: Tensor) -> Tensor:
+    """[s]: what carries segment s's keys from its end to this one's start; 0 for later ones, and
+    behind maps of another document, which may hold anything."""
+    nothing_SGKK = nothing_of(map_SGKK)
+    # Begins another document than this segment: its map carries none of this one's keys.
+    other_S = (document_ST[:, 0] != document_ST[segment, 0])[:, None, None, None]
+    map_SGKK = map_SGKK.masked_fill(other_S, 0)
+    carries = list(nothing_SGKK)
     for s in reversed(range(segment)):
-        carries[s] = identity_GKK if s == segment - 1 else carries[s + 1] @ map_SGKK[s + 1]
+        if s == segment - 1:
+            carries[s] = nothing_SGKK[s] + torch.eye(map_SGKK.shape[-1], device=map_SGKK.device)
+        else:
+            carries[s] = carries[s + 1] @ map_SGKK[s + 1]
     return torch.stack(carries)
 
 
 def _offsets(total_SH: Tensor, segment: int) -> Tensor:
     """[s]: the sum of the gates between segment s and this one; 0 for later ones."""
-    offsets = [0 * each for each in total_SH]
+    offsets = list(nothing_of(total_SH))
     for s in reversed(range(segment - 1)):
         offsets[s] = offsets[s + 1] + total_SH[s + 1]
     return torch.stack(offsets)
@@ -180,7 +185,9 @@ class _RingAttention(torch.autograd.Function):
                     gradients[0][j] += found.k_BGPK[0]
                 else:
                     gradients[0][j] += found.k_BGPK[0] @ carry[i, other]
-                    dcarry[i, other] = found.k_BGPK[0].mT @ packet[0][j]
+                    apart_T = ring.document_ST[other] != ring.document_ST[mine, 0]
+                    k_GTK = packet[0][j].masked_fill(apart_T[:, None], 0)
+                    dcarry[i, other] = found.k_BGPK[0].mT @ k_GTK
                 if found.until_BGRT is not None and found.after_BGRP is not None:
                     assert duntil is not None
                     assert doffset is not None

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mixtron.kernels.path_attention import documents
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.mixers.path.config import own_segments, segments_back
 from mixtron.megatron_ext.token_exchange import TokenExchange, exchange_segments
@@ -38,6 +39,12 @@ class Segments:
         """`cu_seqlens` within the segments first .. last."""
         inside = self.cu_seqlens - first * self.tokens
         return inside.clamp(0, (last + 1 - first) * self.tokens)
+
+    def document_of_tokens(self) -> Tensor:
+        """[segments, tokens] of the whole stream."""
+        count = sum(map(len, self.of_rank))
+        device = self.cu_seqlens.device
+        return documents(self.cu_seqlens, count * self.tokens, 0, device).unflatten(0, (count, -1))
 
     def gathered_order(self) -> list[tuple[int, int]]:
         """By segment: its rank, and its place among that rank's."""

@@ -9,9 +9,10 @@ from mixtron.kernels.softmax_attention import apply_rope
 from mixtron.megatron_ext.batch import Batch
 from mixtron.megatron_ext.cache import side_by_side
 from mixtron.megatron_ext.context_parallel import heads_to_sequence, sequence_to_heads
-from mixtron.megatron_ext.layers import FusedColumnParallel, OutputProjection, ShardedModule
 from mixtron.megatron_ext.mixers.sd_attention.config import Config
 from mixtron.megatron_ext.parameters import constant
+from mixtron.megatron_ext.projections import FusedColumnParallel, OutputProjection
+from mixtron.megatron_ext.sharded_module import ShardedModule
 
 
 class Mixer(ShardedModule):

@@ -18,10 +18,11 @@ from mixtron.kernels.windowed_attention import (
     windowed_attention,
 )
 from mixtron.megatron_ext.batch import EVALUATION_STEP, Batch
-from mixtron.megatron_ext.layers import FusedColumnParallel, OutputProjection, ShardedModule
 from mixtron.megatron_ext.mixers.stochastic.config import Config
 from mixtron.megatron_ext.mixers.stochastic.decode import Decoding
 from mixtron.megatron_ext.parameters import constant, replicated
+from mixtron.megatron_ext.projections import FusedColumnParallel, OutputProjection
+from mixtron.megatron_ext.sharded_module import ShardedModule
 from mixtron.megatron_ext.token_exchange import exchange_tokens, slot_pieces, with_rows_before
 
 PROBE_TOKENS = 64

@@ -1,6 +1,7 @@
 """Surgery on layers is exact where it says so, and what it writes trains on."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -196,8 +197,10 @@ def train(config_path: Path, overrides: list[str]) -> int:
 
 def operate(run_dir: Path, folder: Path) -> dict:
     """Every command of surgery in this rank, in the way the command line calls them."""
+    from mixtron.launch.signals import STOP_SIGNALS, unblock
     from mixtron.launch.spectral import surgery_cli
 
+    unblock()
     report = folder / "report"
     surgery_cli.linearise([run_dir], layers=1, output=folder / "linear", report=report)
     surgery_cli.ablate(
@@ -208,6 +211,8 @@ def operate(run_dir: Path, folder: Path) -> dict:
     options |= {"hybrid": True, "threshold": 1e9}
     surgery_cli.allocate(run_dir, folder / "hybrid", **options, initialise=True)
     surgery_cli.allocate(run_dir, folder / "kla", **(options | {"linear": "kla"}), initialise=False)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert blocked.isdisjoint(STOP_SIGNALS), "nobody looks at them here"
     return {
         stem: json.loads((report / f"{stem}.json").read_text())[str(run_dir)]
         for stem in ("linearise", "ablate")

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mixtron.launch.config import SyntheticDataConfig, dump_config, load_config
+from mixtron.launch.config import dump_config, load_config
+from mixtron.launch.config_sections import SyntheticDataConfig
 from mixtron.launch.data import compare_records, open_data
 from mixtron.launch.synthetic.data import SyntheticTraining, SyntheticValidation
 from mixtron.launch.synthetic.task import tasks

@@ -26,28 +26,32 @@ def _applies(fault: dict, step: int) -> bool:
     return all(fault.get(key, value) == value for key, value in here.items())
 
 
-def _commit(kind: str, run) -> None:
+def _commit(kind: str, stop) -> None:
     if kind == "raise":
         raise ValueError("a fault in the program")
     if kind == "sleep":
         time.sleep(3600)
     if kind == "wait for signal":
-        while not run.stop.requested():
+        while not stop.requested():
             time.sleep(0.1)
     if kind in ("SIGSEGV", "SIGKILL", "SIGUSR1"):
         os.kill(os.getpid(), getattr(signal, kind))
 
 
 def _patch_loop(module) -> None:
-    plain = module.train_step
+    plain_train, plain_step = module.train, module.train_step
 
-    def train_step(run):
-        for fault in FAULTS:
-            if _applies(fault, run.progress.step + 1):
-                _commit(fault["kind"], run)
-        return plain(run)
+    def train(run, stop):
+        def train_step(run):
+            for fault in FAULTS:
+                if _applies(fault, run.progress.step + 1):
+                    _commit(fault["kind"], stop)
+            return plain_step(run)
 
-    module.train_step = train_step
+        module.train_step = train_step
+        return plain_train(run, stop)
+
+    module.train = train
 
 
 def _patch_preflight(module) -> None:

@@ -1,0 +1,120 @@
+"""Products with weights that tensor-parallel ranks share: a mixer's fused input, its output."""
+
+from typing import Any
+
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mixtron.kernels.factor import Factor
+from mixtron.kernels.split import split
+from mixtron.megatron_ext.parameters import constant, declare, normal, residual_std
+from mixtron.megatron_ext.sharded_module import component_factory
+
+
+class Column(ColumnParallelLinear):
+    """Megatron's, which also takes a factor where it is not split."""
+
+    def forward(self, input_: Any, *options, **more):  # type: ignore[override]
+        if isinstance(input_, Factor):
+            return _product(self, input_)
+        return super().forward(input_, *options, **more)
+
+
+class Row(RowParallelLinear):
+    """Megatron's, which also takes a factor where it is not split."""
+
+    def forward(self, input_: Any):
+        return _product(self, input_) if isinstance(input_, Factor) else super().forward(input_)
+
+
+def _product(linear: Any, factor: Factor) -> tuple[Tensor, Tensor | None]:
+    """What Megatron's layers give: the output, and the bias if others add it."""
+    assert linear.tp_group.size() == 1
+    output = factor.times(linear.weight, adds=linear.gradient_accumulation_fusion)
+    if linear.skip_bias_add or linear.bias is None:
+        return output, linear.bias
+    return output + linear.bias, None
+
+
+class FusedColumnParallel(Column):
+    """One projection for all of a mixer's inputs; each tensor-parallel rank holds a slice of each.
+
+    One matrix, so that the sequence is gathered once; one checkpoint key a component, so that the
+    number of tensor-parallel ranks can change.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        input_size: int,
+        components: dict[str, int],
+        tp_group,
+        *,
+        bias: bool = False,
+    ):
+        super().__init__(
+            input_size,
+            sum(components.values()),
+            config=config,
+            init_method=_drawn_later,
+            bias=bias,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_group=tp_group,
+        )
+        assert self.weight is not None
+        self.components = components
+        self.local_sizes = [size // tp_group.size() for size in components.values()]
+        declare(
+            self.weight,
+            normal(config.init_method_std),
+            tensor_dim=0,
+            components=components,
+        )
+        if bias:
+            assert self.bias is not None
+            declare(self.bias, constant(0.0), tensor_dim=0, components=components)
+
+    def forward(self, hidden_TBD: Tensor, joined: int = 1) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """The local slice of every component, in order, the first `joined` of them as one tensor.
+
+        Gathers the sequence under SP.
+        """
+        output, _ = super().forward(hidden_TBD)
+        sizes = self.local_sizes
+        return split(output, [sum(sizes[:joined]), *sizes[joined:]])
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return {
+            f"{prefix}{name}": component_factory(
+                *(f"{prefix}{name}", parameter, self.components),
+                *(self.tp_group, sharded_offsets, metadata),
+            )
+            for name, parameter in self.named_parameters(recurse=False)
+        }
+
+
+class OutputProjection(Row):
+    """Back into the residual stream; scatters the sequence under SP."""
+
+    def __init__(self, config: TransformerConfig, input_size: int, tp_group, *, bias: bool = False):
+        super().__init__(
+            input_size,
+            config.hidden_size,
+            config=config,
+            init_method=_drawn_later,
+            bias=bias,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=tp_group,
+        )
+        std = residual_std(config.init_method_std, config.num_layers)
+        declare(self.weight, normal(std), tensor_dim=1)
+        if bias:
+            assert self.bias is not None
+            declare(self.bias, constant(0.0))
+
+
+def _drawn_later(weight: Tensor) -> None:
+    """Megatron asks for a way to fill a weight; ours are drawn once the model stands."""
