@@ -48,7 +48,7 @@ def path_attention_step_triton(
     tops, sums = q_BHK.new_empty(2, B, G, splits, heads, dtype=torch.float32)
     parts = q_BHK.new_empty(B, G, splits, heads, V, dtype=torch.float32)
     new = (None if x is None else x.contiguous() for x in (w_BGK, beta_BG, log_forget_BH))
-    step_kernel[(splits, B * G)](
+    path_step_kernel[(splits, B * G)](
         k_BSGK, v_BSGV, gate_BSH, length_B, q_BHK.contiguous(), k_BGK.contiguous(),
         v_BGV.contiguous(), *new, tops, sums, parts, scale, gate_scale, *rows, G, shared,
         HEADS=heads, K=K, V=V, ROWS=ROWS, BLOCK=BLOCK,
@@ -60,7 +60,7 @@ def path_attention_step_triton(
 
 
 @triton.jit(do_not_specialize=("k_rows", "v_rows", "gate_rows", "G", "shared"))
-def step_kernel(
+def path_step_kernel(
     k, v, gate, length_B, q, new_k, new_v, w, beta, log_forget, tops, sums, parts,
     scale, gate_scale, k_rows, v_rows, gate_rows, G, shared,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,

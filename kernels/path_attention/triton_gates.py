@@ -67,7 +67,7 @@ def join(sum_a, ends_a, sum_b, ends_b):
 
 
 @triton.jit(do_not_specialize=("T", "S", "H", "parts"))
-def gradient_kernel(
+def gate_gradient_kernel(
     rows_BHS, columns_PBHS, start_S, end_S, dgate_BTH, T, S, H, parts,
     CHUNK: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +100,7 @@ def gradient_kernel(
         tl.store(dgate, tl.where(t_C == start_C, 0.0, sum_C).to(tl.float32), inside_C)
 
 
-launch_sums, launch_gradient = Launched(sums_kernel), Launched(gradient_kernel)
+launch_sums, launch_gradient = Launched(sums_kernel), Launched(gate_gradient_kernel)
 
 
 def gate_sums(log_forget_BTH: Tensor, S: int, C: int, block: int) -> GateSums:
