@@ -58,8 +58,8 @@ def draw_and_record(config_path: Path, stop_at: int | None, kill_at: int | None)
         for module in chunk.modules():
             if isinstance(module, Mixer):
                 module.on_draw = on_draw
-    with watched(run, stop_at):
-        assert loop.train(run) == (0 if stop_at is None else 75)
+    with watched(run, stop_at) as (_, stop):
+        assert loop.train(run, stop) == (0 if stop_at is None else 75)
 
 
 def draws(folder: Path) -> list[list[str]]:
