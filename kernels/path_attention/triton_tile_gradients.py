@@ -68,6 +68,19 @@ def query_tile(q, n, b, h, T, heads, C: tl.constexpr, K: tl.constexpr, LOW: tl.c
     return tl.load(pointers, (n * C + row_C < T)[:, None], 0.0).to(LOW)
 
 
+@triton.jit
+def logits_tile(dlogits, n, bh, S, C: tl.constexpr):
+    """[C, C] of a query head: the lower triangle."""
+    row_C = tl.arange(0, C)
+    pointers = tile(dlogits, bh * S + n * C, C, row_C, row_C)
+    return tl.load(pointers, lower(row_C, row_C, C), 0.0)
+
+
+UNROLLED = tl.constexpr(2)
+"""Query heads that share keys and whose turns are written out: operands wait in registers from one
+sum to the next. Further ones are taken in loops, because a multiprocessor has no room for more."""
+
+
 @triton.jit(do_not_specialize=VARYING)
 def tile_gradient_kernel(
     q, k, w, beta, start_S, L, XT, Y, dlogits, dM, dq_left, dk_right, dmaps, dk, dw, dbeta,
@@ -90,18 +103,23 @@ def tile_gradient_kernel(
 
     w_CK = tl.load(w_tile).to(LOW)
     dX_CC = tl.dot(tl.load(dk_tile), tl.trans(w_CK))  # of X^T: a row is a key's
-    for r in tl.static_range(R):
+    for r in tl.static_range(min(R, UNROLLED)):
         h = g * R + r
         q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
         M_CC = tl.where(seen_CC, tl.dot(q_CK, tl.trans(w_CK)) * scale, 0.0).to(LOW)
         dlogits_CC = tl.load(tile(dlogits, (b * H + h) * S + n * C, C, row_C, row_C), below_CC, 0.0)
         dX_CC = tl.dot(tl.trans(dlogits_CC), M_CC, dX_CC)
+    if R > UNROLLED:
+        for h in range(g * R + UNROLLED, g * R + R):
+            q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
+            M_CC = tl.where(seen_CC, tl.dot(q_CK, tl.trans(w_CK)) * scale, 0.0).to(LOW)
+            dX_CC = tl.dot(tl.trans(logits_tile(dlogits, n, b * H + h, S, C)), M_CC, dX_CC)
     L_tile = tile(L, own, C, row_C, row_C)
     L_CC = tl.load(L_tile, below_CC, 0.0).to(LOW)
     Z_CC = tl.dot((dX_CC * -beta_C[None, :]).to(LOW), L_CC)
     Z_CC = tl.where(before(start_S, n * C, row_C, C, DOCUMENTS), Z_CC, 0.0).to(LOW)
     dk_CK = tl.dot(Z_CC, w_CK) * (1 / scale)
-    for r in tl.static_range(R):
+    for r in tl.static_range(min(R, UNROLLED)):
         h = g * R + r
         if R > 1:
             q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
@@ -109,19 +127,29 @@ def tile_gradient_kernel(
                 tile(dlogits, (b * H + h) * S + n * C, C, row_C, row_C), below_CC, 0.0
             )
         dk_CK = tl.dot(tl.trans(dlogits_CC), q_CK, dk_CK)
+    if R > UNROLLED:
+        for h in range(g * R + UNROLLED, g * R + R):
+            q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
+            dk_CK = tl.dot(tl.trans(logits_tile(dlogits, n, b * H + h, S, C)), q_CK, dk_CK)
     dk_CK = dk_CK * scale + tl.load(dk_tile).to(tl.float32)
     out_tile = tile(dk + g * K, first, groups * K, row_C, key_K)
     inside_C1 = (n * C + row_C < T)[:, None]
     tl.store(out_tile, dk_CK.to(dk.dtype.element_ty), inside_C1)
 
     dY_CK = tl.dot(tl.load(w_tile).to(LOW), tl.load(dP_tile))
-    for r in tl.static_range(R):
+    for r in tl.static_range(min(R, UNROLLED)):
         h = g * R + r
         if R > 1:
             q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
             M_CC = tl.where(seen_CC, tl.dot(q_CK, tl.trans(w_CK)) * scale, 0.0).to(LOW)
         dq_CK = tl.load(tile(dq_left, (b * H + h) * S + n * C, K, row_C, key_K))
         dY_CK = tl.dot(tl.trans(M_CC), dq_CK, dY_CK)
+    if R > UNROLLED:
+        for h in range(g * R + UNROLLED, g * R + R):
+            q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
+            M_CC = tl.where(seen_CC, tl.dot(q_CK, tl.trans(w_CK)) * scale, 0.0).to(LOW)
+            dq_CK = tl.load(tile(dq_left, (b * H + h) * S + n * C, K, row_C, key_K))
+            dY_CK = tl.dot(tl.trans(M_CC), dq_CK, dY_CK)
     L_CC = tl.load(L_tile, below_CC, 0.0).to(LOW)
     dw_CK = tl.dot(tl.trans(L_CC), (dY_CK * -beta_C[:, None]).to(LOW))
     dA_CC = tl.dot(tl.trans(Z_CC), tl.load(XT_tile, above_CC, 0.0).to(LOW))
@@ -131,11 +159,15 @@ def tile_gradient_kernel(
     du_CK = tl.dot(tl.load(Y_tile).to(LOW), tl.trans(tl.load(dP_tile)))
     du_CK = tl.dot(tl.trans(tl.load(XT_tile, above_CC, 0.0).to(LOW)), tl.load(dk_tile), du_CK)
     du_CK = tl.dot(tl.trans(-dA_CC), w_CK, du_CK)
-    for r in tl.static_range(R):
+    for r in tl.static_range(min(R, UNROLLED)):
         h = g * R + r
         q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
         dM_CC = tl.load(tile(dM, (b * H + h) * S + n * C, C, row_C, row_C), below_CC, 0.0)
         du_CK = tl.dot(tl.trans(dM_CC), q_CK, du_CK)
+    if R > UNROLLED:
+        for h in range(g * R + UNROLLED, g * R + R):
+            q_CK = query_tile(q, n, b, h, T, heads, C, K, LOW)
+            du_CK = tl.dot(tl.trans(logits_tile(dM, n, b * H + h, S, C)), q_CK, du_CK)
     dbeta_C = -tl.sum(du_CK * tl.load(w_tile).to(tl.float32), 1)
     tl.store(dbeta + (first + row_C) * groups + g, dbeta_C, n * C + row_C < T)
     dw_CK -= beta_C[:, None] * du_CK

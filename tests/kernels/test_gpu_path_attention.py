@@ -120,6 +120,10 @@ def test_heads_with_keys_of_their_own(form):
     compare(make_inputs(200, form, B=2, G=4))
 
 
+def test_four_heads_share_keys():
+    compare(make_inputs(300, "path", H=4, G=1))
+
+
 @pytest.mark.parametrize("form", ["path-fox", "fox"])
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 500])
 def test_lengths(T, form):

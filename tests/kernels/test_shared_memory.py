@@ -5,6 +5,7 @@ import torch
 
 from mixtron.kernels import self_test_cases
 from mixtron.kernels.delta_rule import triton_plan
+from mixtron.kernels.path_attention import path_attention
 from mixtron.kernels.path_attention import triton_plan as path_plan
 from mixtron.kernels.self_test import results
 from mixtron.kernels.triton_tools import SHARED_MEMORY_BYTES
@@ -42,6 +43,21 @@ def test_the_largest_kernel_fits(capability, monkeypatch):
         "gradient_kernel",
     ]
     assert_fits({k: x for k, x in found.items() if k[0] == "gradient_kernel"}, capability)
+
+
+@pytest.mark.parametrize("shared", [8])
+def test_heads_that_share_keys_fit(shared, monkeypatch):
+    """PaTH's tiles take the query heads of a key/value head together."""
+    monkeypatch.setattr(path_plan, "large", lambda device: True)
+    q_BTHK, k_BTGK = (torch.zeros(1, 256, heads, 128).bfloat16() for heads in (shared, 1))
+    inputs = (q_BTHK, k_BTGK, k_BTGK, k_BTGK.float(), k_BTGK[..., 0].float())
+    leaves = [x.requires_grad_() for x in inputs]
+    with recorded() as found:
+        o_BTHV = path_attention(*leaves, backend="triton")
+        torch.autograd.grad(o_BTHV.sum(), leaves, allow_unused=True)
+    largest = {k: x for k, x in found.items() if k[0] == "tile_gradient_kernel"}
+    assert largest
+    assert_fits(largest, 90)
 
 
 @pytest.mark.soak
