@@ -45,11 +45,10 @@ def test_the_largest_kernel_fits(capability, monkeypatch):
     assert_fits({k: x for k, x in found.items() if k[0] == "gradient_kernel"}, capability)
 
 
-@pytest.mark.parametrize("shared", [8])
-def test_heads_that_share_keys_fit(shared, monkeypatch):
+def test_heads_that_share_keys_fit(monkeypatch):
     """PaTH's tiles take the query heads of a key/value head together."""
     monkeypatch.setattr(path_plan, "large", lambda device: True)
-    q_BTHK, k_BTGK = (torch.zeros(1, 256, heads, 128).bfloat16() for heads in (shared, 1))
+    q_BTHK, k_BTGK = (torch.zeros(1, 256, heads, 128).bfloat16() for heads in (8, 1))
     inputs = (q_BTHK, k_BTGK, k_BTGK, k_BTGK.float(), k_BTGK[..., 0].float())
     leaves = [x.requires_grad_() for x in inputs]
     with recorded() as found:

@@ -23,8 +23,8 @@ class Measured:
 
 ATTENTION = Measured("attention_400m", "attention_400m", 8)
 KLA = Measured("kla_400m", "kla_400m", 8)
-SA_SWA = Measured("sa_swa_400m", "sa_swa_400m", 8, overrides=("mixers.sa_swa.kernel=triton",))
-PATH = Measured("path_400m", "path_400m", 8, 1, ("mixers.path.kernel=triton",))
+SA_SWA = Measured("sa_swa_400m", "sa_swa_400m", 8)
+PATH = Measured("path_400m", "path_400m", 8, 1)
 
 
 def recorded(model: Measured) -> Measured:
