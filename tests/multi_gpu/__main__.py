@@ -7,10 +7,9 @@ parity: every mixer under every kind of parallelism through NCCL, bf16, against 
 runs: `mixtron train` stopped by a signal and resumed on other numbers of GPUs, beside parity.
 recorded: layers recorded as CUDA graphs with what ranks send, bit-equal to plain ones.
 scaling: tokens/s, MFU and bytes sent of the same models on all GPUs.
-context: KLA at 32k and 128k tokens over context ranks, by each exchange.
+context: long sequences over context ranks, KLA by each exchange, and the exchanges alone.
 deepspeed: ZeRO 2 and 3 against one GPU.
 deterministic: a run stopped and resumed on one GPU is bit-equal to the straight one.
-slower: as alone and scaling, with PaTH.
 
 Parts are run in the order given; seconds behind one: no case of it begins later. Ends with a table
 of all cases, which is also written after each, and exit code 1 if one failed; OUT has results as
@@ -42,7 +41,7 @@ from tests.multi_gpu.cases import (
 
 RANK_PARTS = (
     *("warm", "alone", "parity", "recorded"),
-    *("scaling", "context", "deepspeed", "slower"),
+    *("scaling", "context", "deepspeed"),
 )
 BESIDE = ("runs", "deterministic")
 PARTS = (*RANK_PARTS, *BESIDE)

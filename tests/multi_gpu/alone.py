@@ -20,15 +20,17 @@ def cases(options: Options) -> list[Case]:
 def measured(options: Options) -> list[Measured]:
     if options.device == "cpu":
         return [*models.DEBUG, *long(options)]
-    large = [models.KLA_1300M, models.SA_SWA_1300M, models.ATTENTION_1300M]
-    return [*models.DATA_PARALLEL, *large, *long(options), *models.LARGE_RECORDED]
+    large = [*models.LARGE, *models.LARGE_RECORDED]
+    return [*models.DATA_PARALLEL, *large, *long(options)]
 
 
 def long(options: Options) -> list[Measured]:
     """As many tokens as a context rank has."""
     debug = options.device == "cpu"
     lengths = models.DEBUG_LENGTHS if debug else models.LENGTHS
-    return [models.long_kla(tokens // options.gpus, options.gpus, debug) for tokens in lengths]
+    gpus = options.gpus
+    kla = [m for tokens in lengths for m in models.long_kla(tokens // gpus, gpus, debug)]
+    return [*kla, *models.long_others(gpus, debug)]
 
 
 def in_turns(all_models: list[Measured], gpus: int) -> list[list[Measured]]:

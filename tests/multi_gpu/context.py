@@ -30,9 +30,7 @@ def cases(options: Options) -> list[Case]:
     parallel = ParallelConfig(context=options.gpus)
     found, alone = [], []
     for tokens in models.DEBUG_LENGTHS if debug else models.LENGTHS:
-        plain = models.long_kla(tokens, 1, debug)
-        # Whole layers computed again are not recorded.
-        recorded = [] if debug or tokens > models.RECOMPUTED_FROM else [models.recorded(plain)]
+        *recorded, plain = models.long_kla(tokens, 1, debug)
         for exchange in EXCHANGES:
             override = f"mixers.kla.context_exchange={exchange}"
             layout = f"cp{options.gpus} by {exchange}"
@@ -42,6 +40,11 @@ def cases(options: Options) -> list[Case]:
                 found.append(Case(name, partial(run, model.name, layout, config, options.gpus)))
             config = configuration(plain, parallel, 1, override)
             alone.append(Case(f"{plain.name}: {layout}, alone", partial(exchange_alone, config)))
+    layout = f"cp{options.gpus}"
+    for model in models.long_others(1, debug):
+        config = configuration(model, parallel, 1)
+        measured = partial(run, model.name, layout, config, options.gpus)
+        found.append(Case(f"{model.name}: {layout}", measured))
     return [*found, *alone]
 
 

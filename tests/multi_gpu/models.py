@@ -24,7 +24,7 @@ class Measured:
 ATTENTION = Measured("attention_400m", "attention_400m", 8)
 KLA = Measured("kla_400m", "kla_400m", 8)
 SA_SWA = Measured("sa_swa_400m", "sa_swa_400m", 8)
-PATH = Measured("path_400m", "path_400m", 8, 1)
+PATH = Measured("path_400m", "path_400m", 8)
 
 
 def recorded(model: Measured) -> Measured:
@@ -41,22 +41,35 @@ def wider(model: Measured, mixer: str, *heads: str) -> Measured:
 ATTENTION_1300M = wider(ATTENTION, "attention", "heads", "kv_heads")
 KLA_1300M = wider(KLA, "kla", "heads", "value_heads")
 SA_SWA_1300M = wider(SA_SWA, "sa_swa", "heads", "kv_heads")
+PATH_1300M = wider(PATH, "path", "heads", "kv_heads")
 SMALL = (ATTENTION, KLA, SA_SWA)
-DATA_PARALLEL = (recorded(KLA), *SMALL)
+DATA_PARALLEL = (recorded(KLA), recorded(PATH), *SMALL)
 LARGE = (ATTENTION_1300M, KLA_1300M, SA_SWA_1300M)
-LARGE_RECORDED = tuple(map(recorded, LARGE))
+LARGE_RECORDED = tuple(map(recorded, (KLA_1300M, SA_SWA_1300M, PATH_1300M)))
 DEBUG = (
     Measured("debug_softmax_attention", "debug_softmax_attention", 1),
     Measured("debug_kla", "debug_kla", 1),
 )
 
 
-def long_kla(tokens: int, gpus: int, debug: bool) -> Measured:
+def long(model: Measured, tokens: int, gpus: int) -> Measured:
     """One sequence of which each GPU has a share; alone, a GPU gets a sequence as long as that."""
-    config = "debug_kla" if debug else "kla_400m"
     recompute = "full" if tokens * gpus > RECOMPUTED_FROM else "none"
     overrides = (f"data.sequence_length={tokens}", f"training.recompute={recompute}")
-    return Measured(f"{config}, {tokens * gpus:,} tokens", config, 1, 1, overrides)
+    name = f"{model.config}, {tokens * gpus:,} tokens"
+    return Measured(name, model.config, 1, 1, (*model.overrides, *overrides))
+
+
+def long_kla(tokens: int, gpus: int, debug: bool) -> list[Measured]:
+    """Recorded, where it can be, and plain."""
+    plain = long(DEBUG[1] if debug else KLA, tokens, gpus)
+    # Whole layers computed again are not recorded.
+    can_be = not debug and tokens * gpus <= RECOMPUTED_FROM
+    return [*([recorded(plain)] if can_be else []), plain]
+
+
+def long_others(gpus: int, debug: bool) -> list[Measured]:
+    return [] if debug else [long(model, LENGTHS[0] // gpus, gpus) for model in (ATTENTION, SA_SWA)]
 
 
 LENGTHS = (131_072, 32_768, 524_288)

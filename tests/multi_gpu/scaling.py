@@ -26,7 +26,7 @@ def cases(options: Options) -> list[Case]:
     return [
         *(dp(model, options) for model in models.DATA_PARALLEL),
         *(tp(model, options) for model in (*models.LARGE_RECORDED, *models.LARGE)),
-        *(dp(model, options) for model in models.LARGE),
+        *(dp(model, options) for model in (*models.LARGE_RECORDED, *models.LARGE)),
         *(tp(model, options) for model in models.SMALL),
     ]
 
