@@ -25,6 +25,9 @@ def step(
     documents: Annotated[int, typer.Option(min=1, help="In each sequence.")] = 1,
     profiled_steps: Annotated[int, typer.Option(min=0, help="0: no table of kernels.")] = 2,
     rows: Annotated[int, typer.Option(min=1, help="Of that table.")] = 40,
+    peer: Annotated[
+        bool, typer.Option(help="Another library's model in the same run, if the extra is there.")
+    ] = True,
 ) -> None:
     """A config's training step on random tokens: tokens/s, MFU, memory by part, top kernels."""
     from mixtron.launch.train import quiet_libraries
@@ -35,7 +38,7 @@ def step(
     from mixtron.launch.bench.step import Options, bench_step
     from mixtron.launch.config import load_config
 
-    options = Options(steps, warm_up, micro_batches, documents, profiled_steps, rows)
+    options = Options(steps, warm_up, micro_batches, documents, profiled_steps, rows, peer)
     bench_step(load_config(config, overrides), options)
     torch.distributed.destroy_process_group()
 

@@ -33,15 +33,14 @@ def bench_peer(config: RunConfig, steps: int, warm_up: int) -> None:
     Raises:
         ConfigError: no GPU, no peer of the config's mixers, or its library is missing.
     """
-    kind, *others = {config.mixers[name].type for name in config.model.layer_mixers}
-    if others or kind not in PEERS:
+    kind = kind_of(config)
+    if kind is None:
         raise ConfigError(
             f"model.pattern={config.model.pattern}: no peer; models of one mixer have, of type "
             f"{', '.join(PEERS)}"
         )
-    for library in ("transformers", *(["fla"] if PEERS[kind].startswith("fla") else [])):
-        if importlib.util.find_spec(library) is None:
-            raise ConfigError(f"{PEERS[kind]}: {library} is missing; install the `bench` extra")
+    if absent := missing(kind):
+        raise ConfigError(f"{PEERS[kind]}: {absent} is missing; install the `bench` extra")
     if not torch.cuda.is_available():
         raise ConfigError("mixtron bench peer needs a GPU, and there is none")
     losses = {"": {}}
@@ -51,6 +50,18 @@ def bench_peer(config: RunConfig, steps: int, warm_up: int) -> None:
     rows = [row(kind, config, steps, warm_up, name, loss) for name, loss in losses.items()]
     heads = ("peer", "parameters", "tokens a step", "ms a step", "tokens/s")
     print(f"{versions()}\n\n{table((*heads, 'peak GiB', 'reserved GiB'), rows)}\n")
+
+
+def kind_of(config: RunConfig) -> str | None:
+    """The type of the config's one mixer, if it has a peer."""
+    kind, *others = {config.mixers[name].type for name in config.model.layer_mixers}
+    return None if others or kind not in PEERS else kind
+
+
+def missing(kind: str) -> str | None:
+    """A library that the peer needs and that is not installed."""
+    needed = ["transformers", *(["fla"] if PEERS[kind].startswith("fla") else [])]
+    return next((name for name in needed if importlib.util.find_spec(name) is None), None)
 
 
 def row(kind: str, config: RunConfig, steps: int, warm_up: int, name: str, loss: dict) -> tuple:

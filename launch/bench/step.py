@@ -5,6 +5,7 @@ The step is the training loop's own. Also for several ranks, under torchrun:
     torchrun --nproc-per-node 8 -m mixtron.launch.bench.step configs/kla_400m.yaml [key=value ...]
 """
 
+import gc
 import sys
 import tempfile
 import time
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from mixtron.kernels.measure import table, versions
 from mixtron.launch.bench.account import account
+from mixtron.launch.bench.peer import bench_peer, kind_of, missing
 from mixtron.launch.bench.profile import profile
 from mixtron.launch.checks import check, check_device
 from mixtron.launch.config import RunConfig, load_config
@@ -46,6 +48,8 @@ class Options:
     """After the timed ones; 0: no table of kernels."""
     rows: int = 40
     """Of that table."""
+    peer: bool = True
+    """Another library's model as well, where one is known and installed."""
 
 
 class RandomTokens:
@@ -96,6 +100,13 @@ def bench_step(config: RunConfig, options: Options) -> None:
         if peak is not None:
             say(account(config, kinds_ms, 1000 * seconds, ranks.world_size, peak) + "\n")
         say(tables)
+    kind = kind_of(config)
+    alone_on_gpu = ranks.world_size == 1 and ranks.device.type == "cuda"
+    if options.peer and alone_on_gpu and kind and not missing(kind):
+        del run
+        release_recordings()
+        gc.collect()
+        bench_peer(config, options.steps, options.warm_up)
 
 
 def begin(config: RunConfig) -> Ranks:
