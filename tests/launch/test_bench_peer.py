@@ -28,7 +28,8 @@ def test_models_of_one_known_mixer_have_a_peer(config, kind):
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setattr(peer.importlib.util, "find_spec", lambda name: None)
     assert peer.missing("kla") == "transformers"
-    monkeypatch.setattr(peer.importlib.util, "find_spec", lambda name: name == "transformers" or None)
+    found = {"transformers": object()}
+    monkeypatch.setattr(peer.importlib.util, "find_spec", found.get)
     assert peer.missing("path") == "fla"
     assert peer.missing("softmax_attention") is None
     with pytest.raises(ConfigError, match="fla PaTHAttention: fla is missing"):
