@@ -58,13 +58,24 @@ class _Product(torch.autograd.Function):
     def backward(ctx, dout, *dbeside):  # type: ignore[override]
         weight_NK, *kept = ctx.saved_tensors
         y, found = ctx.op.gradients(kept, dout.matmul(weight_NK), *dbeside)
-        dout_NT, y_TK = dout.flatten(0, -2).t(), y.flatten(0, -2)
-        if not ctx.adds:
-            return None, None, dout_NT.matmul(y_TK), *found
-        add_product(weight_NK.main_grad, dout_NT, y_TK)
-        weight_NK.grad_added_to_main_grad = True
-        # Megatron's hooks want a gradient, which they leave where it is.
-        return None, None, torch.empty_like(weight_NK), *found
+        dweight = weight_gradient(weight_NK, dout, y, adds=ctx.adds)
+        return None, None, dweight, *found
+
+
+def weight_gradient(weight_NK: Tensor, dout: Tensor, y: Tensor, *, adds: bool) -> Tensor:
+    """Of the weight of y W^T = out, of y [..., K] and out's gradient [..., N].
+
+    Args:
+        adds: to the weight's `main_grad`, in that one's dtype, and marked as Megatron's layers mark
+            it; what is returned then has no values.
+    """
+    dout_NT, y_TK = dout.flatten(0, -2).t(), y.flatten(0, -2)
+    if not adds:
+        return dout_NT.matmul(y_TK)
+    add_product(weight_NK.main_grad, dout_NT, y_TK)  # type: ignore[attr-defined]
+    weight_NK.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    # Megatron's hooks want a gradient, which they leave where it is.
+    return torch.empty_like(weight_NK)
 
 
 def gradients_by_autograd(f: Any, inputs: list[Any], gradients: list[Tensor]) -> tuple:

@@ -143,12 +143,12 @@ def build_model(
             vp_stage=vp_stage,
         )
         # Megatron makes these itself; ours have the same parameters and other operations.
-        if model.mlp == "swiglu":
-            layers: Any = chunk.decoder.layers
-            for layer in layers:
+        layers: Any = chunk.decoder.layers
+        for layer in layers:
+            layer.mlp.linear_fc1.__class__ = Column
+            layer.mlp.linear_fc2.__class__ = Row
+            if model.mlp == "swiglu":
                 layer.mlp.__class__ = SwiGLUMLP
-                layer.mlp.linear_fc1.__class__ = Column
-                layer.mlp.linear_fc2.__class__ = Row
         if chunk.post_process:
             chunk.output_layer.__class__ = OutputLayer  # type: ignore[assignment]
         _declare_library_parameters(chunk, model)

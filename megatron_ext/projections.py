@@ -9,29 +9,53 @@ from torch import Tensor
 from mixtron.kernels.factor import Factor
 from mixtron.kernels.split import split
 from mixtron.megatron_ext.parameters import constant, declare, normal, residual_std
+from mixtron.megatron_ext.sequence_products import gathered_product, scattered_product
 from mixtron.megatron_ext.sharded_module import component_factory
 
 
 class Column(ColumnParallelLinear):
-    """Megatron's, which also takes a factor where it is not split."""
+    """Megatron's, which gathers the sequence beside its product, and takes a factor where it is not
+    split."""
 
     def forward(self, input_: Any, *options, **more):  # type: ignore[override]
         if isinstance(input_, Factor):
             return _product(self, input_)
         return super().forward(input_, *options, **more)
 
+    def _forward_impl(self, input, weight, **options):
+        if not _exchanges(self, weight):
+            return super()._forward_impl(input, weight, **options)
+        adds = self.gradient_accumulation_fusion
+        return gathered_product(input, weight, options["bias"], self.tp_group, adds=adds)
+
 
 class Row(RowParallelLinear):
-    """Megatron's, which also takes a factor where it is not split."""
+    """Megatron's, which scatters the sequence beside its product, and takes a factor where it is
+    not split."""
 
     def forward(self, input_: Any):
-        return _product(self, input_) if isinstance(input_, Factor) else super().forward(input_)
+        if isinstance(input_, Factor):
+            return _product(self, input_)
+        if not _exchanges(self, self.weight):
+            return super().forward(input_)
+        adds = self.gradient_accumulation_fusion
+        output = scattered_product(input_.contiguous(), self.weight, self.tp_group, adds=adds)
+        return _with_bias(self, output)
+
+
+def _exchanges(linear: Any, weight: Tensor) -> bool:
+    """Whether ranks hold parts of the sequence; frozen weights are left to Megatron."""
+    return linear.sequence_parallel and linear.tp_group.size() > 1 and weight.requires_grad
 
 
 def _product(linear: Any, factor: Factor) -> tuple[Tensor, Tensor | None]:
     """What Megatron's layers give: the output, and the bias if others add it."""
     assert linear.tp_group.size() == 1
     output = factor.times(linear.weight, adds=linear.gradient_accumulation_fusion)
+    return _with_bias(linear, output)
+
+
+def _with_bias(linear: Any, output: Tensor) -> tuple[Tensor, Tensor | None]:
     if linear.skip_bias_add or linear.bias is None:
         return output, linear.bias
     return output + linear.bias, None
