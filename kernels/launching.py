@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mixtron.kernels import triton_tools
 
@@ -62,6 +63,8 @@ def _kinds(arguments: Sequence[Any]) -> list[Any]:
             found.append((x == 1) + 2 * (x % 16 == 0) + 4 * (-(2**31) <= x < 2**31))
         elif isinstance(x, Tensor):
             found += (x.dtype, x.data_ptr() % 16 == 0)
+        elif isinstance(x, TensorDescriptor):
+            found += (x.base.dtype, *x.block_shape)
         else:
             found.append(type(x))
     return found

@@ -53,6 +53,13 @@ def pairs_kernel(
     chunk = bj * N * C + n * C
     here = (bj * tl.num_programs(1) + tl.program_id(1)) * C
     here_plane = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * C
+    # Before the tiles, so that no one waits for them at the end.
+    gate_C = (b * T + t_C) * J + j
+    # As prepare_kernel bounds it.
+    eta_C = tl.maximum(tl.load(eta_BTJ + gate_C, inside_C, 1.0).to(tl.float32), 2.0**-40)
+    r_C = tl.load(rows_7BJT + 3 * plane + chunk + row_C)
+    unit_C = tl.load(rows_7BJT + 4 * plane + chunk + row_C)
+    G_C = tl.load(rows_7BJT + 6 * plane + chunk + row_C)
     dP_CC = tl.zeros([C, C], tl.float32)
     dM_CC = tl.zeros([C, C], tl.float32)
     turn_CC = tl.zeros([C, C], tl.float32)
@@ -71,10 +78,6 @@ def pairs_kernel(
             turn_CC = tl.dot(do_CV.to(PRODUCT), tl.trans(o_CV.to(PRODUCT)), turn_CC)
         dP_CC = tl.dot(do_CV.to(PRODUCT), U_VC, dP_CC)
         dM_CC = tl.dot(dR_CV.to(PRODUCT), U_VC, dM_CC)
-    gate_C = (b * T + t_C) * J + j
-    # As prepare_kernel bounds it.
-    eta_C = tl.maximum(tl.load(eta_BTJ + gate_C, inside_C, 1.0).to(tl.float32), 2.0**-40)
-    r_C = tl.load(rows_7BJT + 3 * plane + chunk + row_C)
     rv_C = tl.full([C], 1.0, tl.float32)
     if STEP_SIZE != "learned":
         rv_C = tl.where(inside_C, r_C, 1.0)
@@ -89,7 +92,6 @@ def pairs_kernel(
         deta_C = deta_C * r_C * r_C
         pull_C = pull_C * eta_C
     tl.store(deta_BTJ + gate_C, deta_C, inside_C)
-    unit_C = tl.load(rows_7BJT + 4 * plane + chunk + row_C)
     tl.store(along_2BJT + here + row_C, pull_C)
     turn_C = tl.sum(tl.where(diagonal_CC, turn_CC, 0.0), 1) * unit_C * unit_C
     tl.store(along_2BJT + here_plane + here + row_C, turn_C)
@@ -99,7 +101,6 @@ def pairs_kernel(
         document_T += b * T
         document_C = tl.load(document_T + t_C, inside_C, -1)
         upto_CC = upto_CC & (document_C[:, None] == document_C[None, :])
-    G_C = tl.load(rows_7BJT + 6 * plane + chunk + row_C)
     decay_CC = tl.exp(tl.where(upto_CC, G_C[:, None] - G_C[None, :], float("-inf")))
     decay_CC = decay_CC * (eta_C * r_C)[None, :]
     pair_CC = row_C[:, None] * C + row_C[None, :]

@@ -14,16 +14,18 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mixtron.kernels.delta_rule.decode import StepSize
 from mixtron.kernels.delta_rule.triton_backward import reverse_scan_kernel
-from mixtron.kernels.delta_rule.triton_forward import prepare_kernel, scan_kernel
+from mixtron.kernels.delta_rule.triton_forward import piece_maps_kernel, prepare_kernel, scan_kernel
 from mixtron.kernels.delta_rule.triton_gradient import gradient_kernel, pairs_kernel, states_kernel
 from mixtron.kernels.delta_rule.triton_plan import Launch, launch_plan
 from mixtron.kernels.launching import Launched
 from mixtron.kernels.triton_tools import product_dtype
 
 launch_prepare, launch_scan = Launched(prepare_kernel), Launched(scan_kernel)
+launch_piece_maps = Launched(piece_maps_kernel)
 launch_reverse_scan, launch_pairs = Launched(reverse_scan_kernel), Launched(pairs_kernel)
 launch_states, launch_gradient = Launched(states_kernel), Launched(gradient_kernel)
 CHUNK_LENGTH = 64
@@ -83,6 +85,12 @@ def options_of(launch: Launch) -> dict:
     return {"num_warps": launch.warps, "maxnreg": launch.registers}
 
 
+def descriptor(x: Tensor, *tile: int) -> TensorDescriptor:
+    """By which a GPU that can (Hopper) loads tiles without their addresses in registers. It is a
+    parameter of the launch, which a recorded graph keeps."""
+    return TensorDescriptor.from_tensor(x, list(tile))
+
+
 def columns_of(launch: Launch, K: int, V: int, heads: int) -> tuple[int, dict]:
     """How many of V columns a program of a scan takes, and with what options: the launch's, but
     64 where these leave half of a GPU idle, and no more than K: with 8 warps, 128 columns and keys
@@ -127,28 +135,31 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
     return X_BJTC, P_BJTC, rows_7BJT, across_BJN
 
 
-def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
-    """o, the final state, and for backward U and some states. Without q no output; the
-    state has the columns of `initial`, of which v may have only the first. Of more than one piece
-    only the maps that are needed."""
+def of_rows(rows_7BJT: Tensor) -> TensorDescriptor:
+    """Of the row factors of one chunk: scans load them ahead, as they do its tiles."""
+    return descriptor(rows_7BJT.flatten(), CHUNK_LENGTH)
+
+
+def scan(q, k, v, prepared, initial, training: bool):
+    """o, the final state, and for backward U and some states."""
     (B, T, _, K), (J, V) = k.shape, v.shape[2:]
-    columns = V if initial is None else initial.shape[-1]
     N = triton.cdiv(T, CHUNK_LENGTH)
-    plan = launch_plan(k.device)
-    plan = plan.scan if pieces == 1 else plan.maps
+    plan = launch_plan(k.device).scan
     block_v, options = columns_of(plan, K, V, B * J)
-    o_BTJV = None if q is None else torch.empty_like(v)
-    final_BJKV = v.new_empty(B, J, K, columns, dtype=torch.float32)
+    o_BTJV = torch.empty_like(v)
+    final_BJKV = v.new_empty(B, J, K, V, dtype=torch.float32)
     U_BJNVC = states_BJNVK = None
     if training:
         U_BJNVC = v.new_empty(B, J, N, V, CHUNK_LENGTH)
         states_BJNVK = v.new_empty(B, J, triton.cdiv(N, STATE_EVERY), V, K)
     launch_scan(
-        (columns // block_v, B * J),
+        (V // block_v, B * J),
         q,
         k,
         v,
-        *prepared,
+        *prepared[:2],
+        of_rows(prepared[2]),
+        prepared[3],
         None if initial is None else initial.contiguous(),
         o_BTJV,
         U_BJNVC,
@@ -157,19 +168,48 @@ def scan(q, k, v, prepared, initial, training: bool, pieces: int = 1):
         T,
         N,
         B * J * N * CHUNK_LENGTH,
-        V=columns,
-        VALUES=V,
+        V=V,
         BLOCK_V=block_v,
-        PIECES=pieces,
         STATE_EVERY=STATE_EVERY,
         HAS_INITIAL=initial is not None,
-        HAS_OUTPUT=q is not None,
         TRAINING=training,
         **shape_of(k, J),
         STAGES=plan.stages,
         **options,
     )
     return o_BTJV, final_BJKV, U_BJNVC, states_BJNVK
+
+
+def piece_maps(k, v, prepared, initial, pieces: int) -> Tensor:
+    """[h | M] [B, J, K, V + K] fp32 of each piece, of which B has `pieces` for each sequence. Of a
+    sequence's first in the place of h what becomes of its initial state, M not filled; of its
+    last nothing."""
+    (B, T, _, K), (J, V), C = k.shape, v.shape[2:], CHUNK_LENGTH
+    N = triton.cdiv(T, C)
+    plan = launch_plan(k.device).maps
+    block_v, options = columns_of(plan, K, V, B * J)
+    X_BJTC, _, rows_7BJT, across_BJN = prepared
+    maps_BJKE = v.new_empty(B, J, K, V + K, dtype=torch.float32)
+    launch_piece_maps(
+        ((V + K) // block_v, B * J),
+        descriptor(k.flatten(2), 1, C, K),
+        descriptor(v, 1, C, 1, block_v),
+        descriptor(X_BJTC.view(-1, C), C, C),
+        of_rows(rows_7BJT),
+        across_BJN,
+        None if initial is None else initial.contiguous(),
+        maps_BJKE,
+        N,
+        B * J * N * C,
+        V=V,
+        BLOCK_V=block_v,
+        PIECES=pieces,
+        HAS_INITIAL=initial is not None,
+        **shape_of(k, J),
+        STAGES=plan.stages,
+        **options,
+    )
+    return maps_BJKE
 
 
 def reverse_scan(q, k, do, prepared, dafter, dv, begin: int, chunks: int, pieces: int = 1):
@@ -186,7 +226,9 @@ def reverse_scan(q, k, do, prepared, dafter, dv, begin: int, chunks: int, pieces
         q,
         k,
         do,
-        *prepared,
+        *prepared[:2],
+        of_rows(prepared[2]),
+        prepared[3],
         dafter.contiguous(),
         dv,
         dstates_BJNVK,

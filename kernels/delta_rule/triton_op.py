@@ -17,6 +17,7 @@ from mixtron.kernels.delta_rule.triton_launch import (
     Inputs,
     Options,
     gradients,
+    piece_maps,
     prepare,
     reverse_scan,
     scan,
@@ -122,7 +123,7 @@ class _DeltaRule(torch.autograd.Function):
         prepared = prepare(q, k, log_decay, eta, document_T, options)
         maps, states_before = None, initial
         if pieces > 1:
-            maps = _maps(k, v, prepared, initial, pieces)
+            maps = piece_maps(k, v, prepared, initial, pieces).unflatten(0, (-1, pieces))
             states_before = _states_before(maps, initial)
         training = any(ctx.needs_input_grad)
         o, final, U, states = scan(q, k, v, prepared, states_before, training)
@@ -157,19 +158,6 @@ def _cut(x_BTE: Tensor | None, pieces: int) -> Tensor | None:
 def _join(x_BTE: Tensor, pieces: int) -> Tensor:
     """The way back."""
     return x_BTE.unflatten(0, (-1, pieces)).flatten(1, 2)
-
-
-def _maps(k, v, prepared, initial_BJKV: Tensor | None, pieces: int) -> Tensor:
-    """[h | M] [B, pieces, J, K, V + K] of each piece but the last, fp32: where a scan from [0 | I]
-    ends. Of the first only what becomes of the initial state, in the place of h."""
-    K, (J, V) = k.shape[3], v.shape[2:]
-    start_KE = F.pad(torch.eye(K, dtype=torch.float32, device=k.device), (V, 0))
-    start_BNJKE = start_KE.expand(k.shape[0], J, K, V + K).unflatten(0, (-1, pieces))
-    if initial_BJKV is not None:
-        start_BNJKE = start_BNJKE.clone()
-        start_BNJKE[:, 0, ..., :V] = initial_BJKV
-    _, maps, _, _ = scan(None, k, v, prepared, start_BNJKE.flatten(0, 1), False, pieces)
-    return maps.unflatten(0, (-1, pieces))
 
 
 def _states_before(maps_BNJKE: Tensor, initial_BJKV: Tensor | None) -> Tensor:

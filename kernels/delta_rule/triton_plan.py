@@ -27,7 +27,7 @@ class Plan:
     prepare: Launch
     scan: Launch
     maps: Launch
-    """The scan without outputs, of the pieces of a sequence."""
+    """Of the pieces of a sequence."""
     reverse: Launch
     pairs: Launch
     states: Launch
@@ -45,9 +45,9 @@ PLANS = {
         gradient=Launch(warps=4, block_v=64, block_k=64),
     ),
     90: Plan(
-        prepare=Launch(warps=4, registers=168),
+        prepare=Launch(warps=4, registers=128),
         scan=Launch(warps=8, stages=3),
-        maps=Launch(warps=4, stages=3, block_v=64),
+        maps=Launch(warps=4, stages=2, block_v=64, registers=168),
         reverse=Launch(warps=8, stages=3),
         pairs=Launch(warps=4, stages=2, block_v=64),
         states=Launch(warps=4, stages=3, block_v=64, block_k=64),

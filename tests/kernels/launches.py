@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mixtron.kernels import triton_tools
 from mixtron.kernels.windowed_attention import triton_plan
@@ -43,6 +44,9 @@ def recorded() -> Iterator[dict[tuple, Callable[[int], int]]]:
             elif isinstance(value, torch.Tensor):
                 signature[param.name] = TYPES[value.dtype]
                 aligned[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, TensorDescriptor):
+                dtype = TYPES[value.base.dtype].removeprefix("*")
+                signature[param.name] = f"tensordesc<{dtype}{list(value.block_shape)}>"
             else:
                 signature[param.name] = "fp32" if isinstance(value, float) else "i32"
 

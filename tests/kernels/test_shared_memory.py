@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mixtron.kernels import self_test_cases
-from mixtron.kernels.delta_rule import triton_plan
+from mixtron.kernels.delta_rule import delta_rule, triton_plan
 from mixtron.kernels.path_attention import path_attention
 from mixtron.kernels.path_attention import triton_plan as path_plan
 from mixtron.kernels.self_test import results
@@ -43,6 +43,20 @@ def test_the_largest_kernel_fits(capability, monkeypatch):
         "gradient_kernel",
     ]
     assert_fits({k: x for k, x in found.items() if k[0] == "gradient_kernel"}, capability)
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY_BYTES)
+def test_the_maps_of_pieces_fit(capability, monkeypatch):
+    """One head is cut in pieces; their maps are loaded by tensor descriptors."""
+    monkeypatch.setattr(triton_plan, "architecture", lambda device: capability)
+    q_BTHK = torch.zeros(1, 256, 1, 128).bfloat16()
+    eta_BTH = torch.zeros(1, 256, 1)
+    with recorded() as found:
+        options = {"step_size": "kaczmarz", "backend": "triton"}
+        delta_rule(q_BTHK, q_BTHK, q_BTHK, eta_BTH, eta_BTH, **options)
+    maps = {k: x for k, x in found.items() if k[0] == "piece_maps_kernel"}
+    assert maps
+    assert_fits(maps, capability)
 
 
 def test_heads_that_share_keys_fit(monkeypatch):
