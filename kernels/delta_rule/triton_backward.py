@@ -72,19 +72,19 @@ def reverse_scan_kernel(
             tl.store(dS_tile, dS_low_VK.to(dstates_BJNVK.dtype.element_ty))
         do_VC = tl.trans(do_CV.to(PRODUCT))
         dU_VC = tl.dot(dS_low_VK, tl.trans(k_CK))
-        write_C = rows_7BJT.load([(plane + chunk).to(tl.int32)])
+        write_C = tl.load(rows_7BJT + plane + chunk + row_C)
         dU_VC *= write_C[None, :]
         dU_VC = tl.dot(do_VC, P_CC.to(PRODUCT), dU_VC)
         dR_VC = tl.dot(dU_VC.to(PRODUCT), X_CC.to(PRODUCT))
-        rv_C = rows_7BJT.load([(5 * plane + chunk).to(tl.int32)])
+        rv_C = tl.load(rows_7BJT + 5 * plane + chunk + row_C)
         dR_VC *= rv_C[None, :]
         if PIECES == 1:
             dv_tile = tile(dv_BTJV + j * V + column, first, J * V, row_C, value_V)
             tl.store(dv_tile, tl.trans(dR_VC.to(dv_BTJV.dtype.element_ty)), inside_C1)
-        query_C = rows_7BJT.load([(2 * plane + chunk).to(tl.int32)])
+        query_C = tl.load(rows_7BJT + 2 * plane + chunk + row_C)
         read_VC = (do_VC.to(tl.float32) * query_C[None, :]).to(PRODUCT)
         dS_VK = tl.dot(read_VC, q_CK, dS_VK * across)
-        read_C = rows_7BJT.load([chunk.to(tl.int32)])
+        read_C = tl.load(rows_7BJT + chunk + row_C)
         seen_VC = (-dR_VC * read_C[None, :]).to(PRODUCT)
         dS_VK = tl.dot(seen_VC, k_CK, dS_VK)
     tl.store(tile(dbefore_BJKV + column, bj * K, V, key_K, value_V), tl.trans(dS_VK))

@@ -188,7 +188,8 @@ def scan_kernel(
         k_CK = tl.load(tile(k_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0)
         q_CK = tl.load(tile(q_BTHK + head, first, H * K, row_C, key_K), inside_C1, 0.0)
         v_tile = tile(v_BTJV + j * V + column, first, J * V, row_C, value_V)
-        v_CV = tl.load(v_tile, inside_C1, 0.0)
+        # The second condition always holds: with it fewer registers are spilled.
+        v_CV = tl.load(v_tile, inside_C1 & (column < V), 0.0)
         X_CC = tl.load(tile(X_BJTC, chunk, C, row_C, row_C))
         P_CC = tl.load(tile(P_BJTC, chunk, C, row_C, row_C))
         # Row factors are loaded where they are used: there are few registers.
@@ -200,21 +201,21 @@ def scan_kernel(
                 stored = (bj * tl.cdiv(N, STATE_EVERY) + n // STATE_EVERY) * V + column
                 S_tile = tile(states_BJNVK, stored, K, value_V, key_K)
                 tl.store(S_tile, S_low_VK.to(states_BJNVK.dtype.element_ty))
-        read_C = rows_7BJT.load([chunk.to(tl.int32)])
+        read_C = tl.load(rows_7BJT + chunk + row_C)
         R_VC = tl.dot(S_low_VK, tl.trans(k_CK)) * -read_C[None, :]
-        rv_C = rows_7BJT.load([(5 * plane + chunk).to(tl.int32)])
+        rv_C = tl.load(rows_7BJT + 5 * plane + chunk + row_C)
         R_VC = (tl.trans(v_CV).to(tl.float32) + R_VC) * rv_C[None, :]
         U_VC = tl.dot(R_VC.to(PRODUCT), tl.trans(X_CC.to(PRODUCT)))
         if TRAINING:
             U_tile = tile(U_BJNVC, (bj * N + n) * V + column, C, value_V, row_C)
             tl.store(U_tile, U_VC.to(U_BJNVC.dtype.element_ty))
         o_VC = tl.dot(S_low_VK, tl.trans(q_CK.to(PRODUCT)))
-        query_C = rows_7BJT.load([(2 * plane + chunk).to(tl.int32)])
+        query_C = tl.load(rows_7BJT + 2 * plane + chunk + row_C)
         o_VC *= query_C[None, :]
         o_VC = tl.dot(U_VC.to(PRODUCT), tl.trans(P_CC.to(PRODUCT)), o_VC)
         o_tile = tile(o_BTJV + j * V + column, first, J * V, row_C, value_V)
         tl.store(o_tile, tl.trans(o_VC.to(o_BTJV.dtype.element_ty)), inside_C1)
-        write_C = rows_7BJT.load([(plane + chunk).to(tl.int32)])
+        write_C = tl.load(rows_7BJT + plane + chunk + row_C)
         write_VC = (U_VC * write_C[None, :]).to(PRODUCT)
         S_VK = tl.dot(write_VC, k_CK, S_VK * across)
     tl.store(tile(final_BJKV + column, bj * K, V, key_K, value_V), tl.trans(S_VK))
@@ -251,6 +252,7 @@ def piece_maps_kernel(
     column = tl.program_id(0) * BLOCK_V
     bj = tl.program_id(1)
     b, j = bj // J, bj % J
+    row_C = tl.arange(0, C)
     key_K = tl.arange(0, K)
     value_V = tl.arange(0, BLOCK_V)
     S_VK = (key_K[None, :] == (column - V + value_V)[:, None]).to(tl.float32)
@@ -267,12 +269,12 @@ def piece_maps_kernel(
         v_CV = v_BTJV.load([b, n * C, j, column]).reshape(C, BLOCK_V)
         X_CC = X_RC.load([chunk, 0]).to(PRODUCT)
         across = tl.load(across_BJN + bj * N + n)
-        read_C = rows_7BJT.load([chunk])
+        read_C = tl.load(rows_7BJT + chunk + row_C)
         R_VC = tl.dot(S_VK.to(PRODUCT), tl.trans(k_CK)) * -read_C[None, :]
-        rv_C = rows_7BJT.load([5 * plane + chunk])
+        rv_C = tl.load(rows_7BJT + 5 * plane + chunk + row_C)
         R_VC = (tl.trans(v_CV).to(tl.float32) + R_VC) * rv_C[None, :]
         U_VC = tl.dot(R_VC.to(PRODUCT), tl.trans(X_CC))
-        write_C = rows_7BJT.load([plane + chunk])
+        write_C = tl.load(rows_7BJT + plane + chunk + row_C)
         S_VK = tl.dot((U_VC * write_C[None, :]).to(PRODUCT), k_CK, S_VK * across)
     maps_tile = tile(maps_BJKE + column, bj.to(tl.int64) * K, V + K, key_K, value_V)
     tl.store(maps_tile, tl.trans(S_VK))

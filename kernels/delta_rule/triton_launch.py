@@ -135,11 +135,6 @@ def prepare(q, k, log_decay, eta, document_T, options: Options):
     return X_BJTC, P_BJTC, rows_7BJT, across_BJN
 
 
-def of_rows(rows_7BJT: Tensor) -> TensorDescriptor:
-    """Of the row factors of one chunk: scans load them ahead, as they do its tiles."""
-    return descriptor(rows_7BJT.flatten(), CHUNK_LENGTH)
-
-
 def scan(q, k, v, prepared, initial, training: bool):
     """o, the final state, and for backward U and some states."""
     (B, T, _, K), (J, V) = k.shape, v.shape[2:]
@@ -157,9 +152,7 @@ def scan(q, k, v, prepared, initial, training: bool):
         q,
         k,
         v,
-        *prepared[:2],
-        of_rows(prepared[2]),
-        prepared[3],
+        *prepared,
         None if initial is None else initial.contiguous(),
         o_BTJV,
         U_BJNVC,
@@ -195,7 +188,7 @@ def piece_maps(k, v, prepared, initial, pieces: int) -> Tensor:
         descriptor(k.flatten(2), 1, C, K),
         descriptor(v, 1, C, 1, block_v),
         descriptor(X_BJTC.view(-1, C), C, C),
-        of_rows(rows_7BJT),
+        rows_7BJT,
         across_BJN,
         None if initial is None else initial.contiguous(),
         maps_BJKE,
@@ -226,9 +219,7 @@ def reverse_scan(q, k, do, prepared, dafter, dv, begin: int, chunks: int, pieces
         q,
         k,
         do,
-        *prepared[:2],
-        of_rows(prepared[2]),
-        prepared[3],
+        *prepared,
         dafter.contiguous(),
         dv,
         dstates_BJNVK,

@@ -45,7 +45,7 @@ PLANS = {
         gradient=Launch(warps=4, block_v=64, block_k=64),
     ),
     90: Plan(
-        prepare=Launch(warps=4, registers=128),
+        prepare=Launch(warps=4, registers=168),
         scan=Launch(warps=8, stages=3),
         maps=Launch(warps=4, stages=2, block_v=64, registers=168),
         reverse=Launch(warps=8, stages=3),
