@@ -36,11 +36,12 @@ MODELS = ("kla", "path", "attention", "sa_swa", "log_linear")
 
 def commands(arguments: argparse.Namespace) -> dict[str, list[list[str]]]:
     """By part."""
+    files = sorted(map(str, Path("tests").glob("*/test_gpu*.py")))
     several = ["-n", str(arguments.at_once), "--dist", "worksteal"]
     four_layers = ["--change", "model.layers=4"]
     corpus = [f"data.tokenizer={arguments.tokenizer}", f"data.train.0.path={arguments.corpus}"]
     return {
-        "tests": [["-m", "pytest", "-m", "gpu", *several, "tests/kernels", "tests/megatron_ext"]],
+        "tests": [["-m", "pytest", *several, *files]],
         "self-test": [bench("self-test")],
         "ops": [bench("ops")],
         "steps": [
@@ -71,6 +72,8 @@ def main() -> int:
     parser.add_argument("--corpus", help="prefix of a shard")
     parser.add_argument("--tokenizer", help="of that shard")
     arguments = parser.parse_args()
+    if not Path("configs").is_dir():
+        parser.error("it is run in the repository's root, and there is no configs/ here")
     limits = dict(part.partition(":")[::2] for part in arguments.parts.split(","))
     known = commands(arguments)
     if unknown := set(limits) - set(known):

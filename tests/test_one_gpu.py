@@ -50,6 +50,15 @@ def test_every_command_is_known(tmp_path):
     assert all(name in said for name in names)
 
 
+def test_every_file_of_gpu_tests_is_run(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = one_gpu.argparse.Namespace(at_once=1, corpus="c", tokenizer="t")
+    [command] = one_gpu.commands(arguments)["tests"]
+    marked = {p for p in ROOT.glob("tests/*/test_*.py") if "mark.gpu" in p.read_text()}
+    assert marked
+    assert {ROOT / name for name in command if name.endswith(".py")} == marked
+
+
 @pytest.mark.parametrize(
     ("parts", "said"),
     [("steps,walk", "no part walk"), ("overhead", "overhead needs --corpus and --tokenizer")],
