@@ -67,9 +67,10 @@ def _context(config: RunConfig, stage: int) -> float:
     parallel = config.parallel
     if parallel.context == 1:
         return 0.0
-    passes = 3 if config.training.recompute == "full" else 2
-    return passes * sum(
-        config.mixers[name].context_bytes_sent(
+    again = config.training.recompute == "full"
+    return sum(
+        (3 if again and config.mixers[name].exchanges_again else 2)
+        * config.mixers[name].context_bytes_sent(
             micro_batch_tokens(config),
             parallel.tensor,
             parallel.context,

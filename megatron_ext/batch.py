@@ -51,6 +51,9 @@ class Batch(PackedSeqParams):
     _shared: dict = field(default_factory=dict)
     scalars: Scalars | None = None
     """Where layers report what is logged of this step; None when nothing is."""
+    received: dict = field(default_factory=dict)
+    """What layers that are computed again in backward took from other context ranks, by its taker
+    (state_relay.py)."""
     token_kinds: dict[str, Tensor] = field(default_factory=dict)
     """[T/cp] bool each: kinds of tokens that reports tell apart."""
 

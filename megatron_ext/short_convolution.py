@@ -112,16 +112,16 @@ class ShortConvolution(ShardedModule):
         own_T = torch.arange(len(position_T), device=position_T.device).minimum(position_T)
         first_T = F.pad(position_T[:halo], (halo, 0))
         x_TBE, own_TBE, last_TBE = _Ends.apply(x_TBE, min(halo, len(x_TBE)))  # type: ignore[misc]
-        first_TBE = torch.cat([self._rows_before(last_TBE, halo), own_TBE])
+        first_TBE = torch.cat([self._rows_before(last_TBE, halo, batch), own_TBE])
         firsts = convolve(first_TBE, position_T=first_T)
         return tuple(
             _ReplaceFirst.apply(y_TBE, first[halo:])
             for y_TBE, first in zip(convolve(x_TBE, position_T=own_T), firsts, strict=True)
         )
 
-    def _rows_before(self, last_TBE: Tensor, halo: int) -> Tensor:
+    def _rows_before(self, last_TBE: Tensor, halo: int, batch: Batch) -> Tensor:
         if self.beside is not None:
-            return self.beside.rows_before(last_TBE, halo)
+            return self.beside.rows_before(last_TBE, halo, batch.received)
         return rows_before(last_TBE, halo, self.cp_group)
 
     def tails(self, x_TBE: Tensor, lengths: list[int]) -> Tensor:

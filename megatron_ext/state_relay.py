@@ -5,11 +5,21 @@ one after the other, but on several layers at the same time: in forward a rank i
 before it by the time of one layer's recurrence, and in backward, where gradients go the other way,
 ahead of it. Over all layers that is waited for once, not in each, as long as no layer gathers
 anything from all context ranks: a convolution's last rows go the same way.
+
+A layer that is computed again in backward takes what it took the first time. Were it sent again,
+each rank would wait for the one before it in the middle of backward, which goes the other way.
 """
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.random import is_checkpointing
 from torch import Tensor
+
+
+def is_second_forward() -> bool:
+    """Whether this forward of a layer is its second, for backward. Not within autograd's
+    functions."""
+    return is_checkpointing() and torch.is_grad_enabled()
 
 
 class Neighbours:
@@ -45,9 +55,16 @@ class Neighbours:
         dist.recv(received, rank, group=self.group)
         return received
 
-    def rows_before(self, x_TBE: Tensor, rows: int) -> Tensor:
+    def keep(self, taken: Tensor, received: dict) -> None:
+        """For the second forward, if there will be one."""
+        if is_checkpointing() and not torch.is_grad_enabled():
+            received[self] = taken
+
+    def rows_before(self, x_TBE: Tensor, rows: int, received: dict) -> Tensor:
         """The last rows [rows, B, E] of the rank before this one; zeros on the first.
 
+        Args:
+            received: a micro-batch's, see Batch.
         Raises:
             ValueError: a rank holds fewer rows than asked for.
         """
@@ -55,15 +72,20 @@ class Neighbours:
             raise ValueError(
                 f"a context rank holds {x_TBE.shape[0]} tokens, fewer than the {rows} needed next"
             )
-        return _Shift.apply(x_TBE[-rows:], self)  # type: ignore[return-value]
+        known = received if is_second_forward() else None
+        before: Tensor = _Shift.apply(x_TBE[-rows:], self, known)  # type: ignore[assignment]
+        self.keep(before, received)
+        return before
 
 
 class _Shift(torch.autograd.Function):
-    """Sends a tensor on and returns what the rank before sent, or zeros."""
+    """Sends a tensor on and returns what the rank before sent, or zeros; or what is known."""
 
     @staticmethod
-    def forward(ctx, x, beside):
+    def forward(ctx, x, beside, known):
         ctx.beside = beside
+        if known is not None:
+            return known.pop(beside)
         if beside.after is not None:
             beside.start(x, beside.after)
         return torch.zeros_like(x) if beside.before is None else beside.take(x, beside.before)
@@ -74,24 +96,29 @@ class _Shift(torch.autograd.Function):
         if beside.before is not None:
             beside.start(grad, beside.before)
         taken = torch.zeros_like(grad) if beside.after is None else beside.take(grad, beside.after)
-        return taken, None
+        return taken, None, None
 
 
 class StateRelay(Neighbours):
     """A state [B, J, K, V] fp32: 4 J K V bytes a sequence, whatever the number of tokens."""
 
-    def receive(self, q_BTHK: Tensor, v_BTJV: Tensor, starts_document: Tensor) -> Tensor | None:
+    def receive(
+        self, q_BTHK: Tensor, v_BTJV: Tensor, starts_document: Tensor, received: dict
+    ) -> Tensor | None:
         """The state that the rank before left; None on the first rank.
 
         Args:
             q_BTHK: this rank's, as v_BTJV; through it autograd knows of the state.
             starts_document: whether this rank's first token begins a document (0-dim bool): then
                 the state is zero.
+            received: a micro-batch's, see Batch.
         """
         if self.before is None:
             return None
         shape = (q_BTHK.shape[0], v_BTJV.shape[2], q_BTHK.shape[3], v_BTJV.shape[3])
-        state: Tensor = _Receive.apply(q_BTHK, shape, self)  # type: ignore[assignment]
+        known = received if is_second_forward() else None
+        state: Tensor = _Receive.apply(q_BTHK, shape, self, known)  # type: ignore[assignment]
+        self.keep(state, received)
         # Not a product: what overflowed in another document must not come in as 0 * inf.
         return state.masked_fill(starts_document, 0.0)
 
@@ -99,29 +126,32 @@ class StateRelay(Neighbours):
         """Sends this rank's last state on; the output, through which its gradient comes in."""
         if self.after is None:
             return output
-        return _Send.apply(output, state, self)  # type: ignore[return-value]
+        return _Send.apply(output, state, self, is_second_forward())  # type: ignore[return-value]
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, anchor, shape, relay):
+    def forward(ctx, anchor, shape, relay, known):
         ctx.relay = relay
+        if known is not None:
+            return known.pop(relay)
         return relay.take(anchor.new_empty(shape, dtype=torch.float32), relay.before)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
         ctx.relay.start(grad, ctx.relay.before)
-        return None, None, None
+        return None, None, None, None
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, output, state, relay):
+    def forward(ctx, output, state, relay, again):
         ctx.relay, ctx.shape = relay, state.shape
-        relay.start(state, relay.after)
+        if not again:
+            relay.start(state, relay.after)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
         like = grad.new_empty(ctx.shape, dtype=torch.float32)
-        return grad, ctx.relay.take(like, ctx.relay.after), None
+        return grad, ctx.relay.take(like, ctx.relay.after), None, None

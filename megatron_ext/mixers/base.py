@@ -88,6 +88,11 @@ class MixerConfig(BaseModel):
         """
         raise NotImplementedError
 
+    @property
+    def exchanges_again(self) -> bool:
+        """Whether a forward that is computed again in backward sends that again."""
+        return True
+
     def context_bytes_kept(
         self, tokens: int, tensor: int, context: int, element: int, longest: int
     ) -> float:

@@ -44,10 +44,14 @@ CASES += [
 ]
 SPLIT = ["parallel={context: 2}", "training.micro_batch_sequences=1"]
 """A document over both ranks, so that mixers may share the work on it out anew."""
+RELAY = [f"mixers.{name}.context_exchange=relay" for name in ("kla", "gated_deltanet")]
 CASES += [
     pytest.param("path", 2, [*SPLIT, "mixers.path.context_exchange=ring"], id="path-shared out"),
     pytest.param("fox", 2, SPLIT, id="fox-shared out"),
-    pytest.param("kla", 2, [*SPLIT, "mixers.kla.context_exchange=relay"], id="kla-relay"),
+    pytest.param("kla", 2, [*SPLIT, *RELAY], id="kla-relay"),
+    pytest.param(
+        *("kla", 2, [*SPLIT, *RELAY, "training.recompute=full"]), id="kla-relay, computed again"
+    ),
 ]
 
 

@@ -7,6 +7,7 @@ from tests.contract.checks import check_agrees
 
 RELAY = ("mixers.kla.context_exchange=relay", "mixers.gated_deltanet.context_exchange=relay")
 RECOMPUTED = Layout("cp2 recompute", CP2.parallel, recompute=True)
+RECOMPUTED_4 = Layout("cp4 recompute", CP4.parallel, recompute=True)
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,7 @@ RECOMPUTED = Layout("cp2 recompute", CP2.parallel, recompute=True)
         (DENSE, TP2_CP2),
         (ALIGNED, CP2),
         (DENSE, RECOMPUTED),
+        (RAGGED, RECOMPUTED_4),
     ],
     ids=lambda value: value.name if isinstance(value, Layout) else str(len(value[0])),
 )

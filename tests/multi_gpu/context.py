@@ -79,7 +79,7 @@ def exchange_alone(config: RunConfig) -> Values:
             inputs = [tail, q, v, state]
 
             def forward() -> list[Tensor]:
-                before = relay.receive(q, v, starts)
+                before = relay.receive(q, v, starts, {})
                 last = state if before is None else state + before
                 return [relay.send(v, last), last]
 

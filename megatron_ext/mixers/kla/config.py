@@ -167,6 +167,10 @@ class Config(MixerConfig):
         transition = 4 * self.value_heads * self.key_dim**2
         return (context - 1) * (transition + state + tail) / tensor
 
+    @property
+    def exchanges_again(self) -> bool:
+        return self.context_exchange != "relay"
+
     def context_bytes_kept(
         self, tokens: int, tensor: int, context: int, element: int, longest: int
     ) -> float:

@@ -124,7 +124,8 @@ class Mixer(ShardedModule):
             exchange = StateExchange(*maps, batch.position_ids[0] == 0, self.cp_group)
             state_BJKV = exchange.state()
         elif self.relay is not None:
-            state_BJKV = self.relay.receive(q_BTHK, writes[1], batch.position_ids[0] == 0)
+            starts = batch.position_ids[0] == 0
+            state_BJKV = self.relay.receive(q_BTHK, writes[1], starts, batch.received)
         o_BTJV, state_BJKV = delta_rule(
             q_BTHK,
             *writes,
