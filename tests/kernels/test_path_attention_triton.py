@@ -31,18 +31,17 @@ def results(inputs, dtype, backend, **options):
     return [o.detach(), *gradients]
 
 
-for T, form, G, offsets, B in [
-    (1, "fox", 2, None, 2),
-    (97, "softmax", 2, None, 1),
-    (100, "fox", 1, [0, 1, 2, 33, 64, 65, 100, 100], 1),
-    (1, "path-fox", 2, None, 1),
-    (100, "path", 1, None, 1),
-    (40, "path", 2, None, 2),
-    (120, "path-fox", 2, [0, 1, 20, 32, 110, 120, 120], 1),
-    (70, "path-fox", 1, [0, 20, 60, 70], 1),
-    (40, "path", 1, None, 1),
+for T, form, H, G, offsets, B in [
+    (1, "fox", 2, 2, None, 2),
+    (97, "softmax", 2, 2, None, 1),
+    (100, "fox", 2, 1, [0, 1, 2, 33, 64, 65, 100, 100], 1),
+    (1, "path-fox", 2, 2, None, 1),
+    (100, "path", 2, 1, None, 1),
+    (40, "path", 2, 2, None, 2),
+    (120, "path-fox", 2, 2, [0, 1, 20, 32, 110, 120, 120], 1),
+    (70, "path-fox", 2, 1, [0, 20, 60, 70], 1),
+    (40, "path", 4, 1, None, 1),
 ]:
-    H = 4 if (T, G) == (40, 1) else 2
     triton_op.WORKSPACE_BYTES = 0 if B == 2 else 2**30
     generator = torch.Generator().manual_seed(0)
     noise = draw(B, T, H, K)
