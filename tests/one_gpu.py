@@ -74,7 +74,13 @@ def main() -> int:
     arguments = parser.parse_args()
     if not Path("configs").is_dir():
         parser.error("it is run in the repository's root, and there is no configs/ here")
-    limits = dict(part.partition(":")[::2] for part in arguments.parts.split(","))
+    try:
+        limits = {
+            part: float(seconds) if seconds else None
+            for part, _, seconds in (x.partition(":") for x in arguments.parts.split(","))
+        }
+    except ValueError as error:
+        parser.error(f"--parts: {error}")
     known = commands(arguments)
     if unknown := set(limits) - set(known):
         parser.error(f"--parts: no part {', '.join(sorted(unknown))}; parts: {', '.join(known)}")
@@ -85,7 +91,7 @@ def main() -> int:
     with (arguments.out / "report.txt").open("w", buffering=1) as report:
         for part, limit in limits.items():
             for command in known[part]:
-                rows.append((part, *run(command, float(limit) if limit else None, report)))
+                rows.append((part, *run(command, limit, report)))
         summary = table(("part", "command", "exit code", "seconds"), rows)
         print(f"\n{summary}", file=report)
     print(summary)
