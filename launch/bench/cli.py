@@ -129,8 +129,8 @@ def lengths(
 def overhead(
     config: Annotated[Path, typer.Argument(help="A run's YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value ...")] = None,
-    steps: Steps = 6,
-    warm_up: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 3,
+    steps: Steps = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="With and without each; one more first.")] = 3,
     micro_batches: Annotated[int, typer.Option(min=1, help="Of a data-parallel rank a step.")] = 2,
 ) -> None:
     """What reading data, logging and saving cost, by switching each off in turn."""
@@ -142,7 +142,7 @@ def overhead(
     from mixtron.launch.bench.overhead import bench_overhead
     from mixtron.launch.config import load_config
 
-    bench_overhead(load_config(config, overrides), steps, warm_up, micro_batches)
+    bench_overhead(load_config(config, overrides), steps, rounds, micro_batches)
     torch.distributed.destroy_process_group()
 
 

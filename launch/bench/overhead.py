@@ -1,10 +1,14 @@
 """`mixtron bench overhead`: what reading data, logging and saving add to a config's step.
 
-Each is switched off in turn, and the steps without it compared with those that have all three.
+Data and logging are switched off in turn and saving on, each beside steps that read and log and do
+not save, in rounds: what drifts during the run is in all of them. Before each, files are on disk,
+so that nothing is written beside steps that did not ask for it.
 """
 
 import dataclasses
+import os
 import shutil
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +23,8 @@ from mixtron.launch.loop import Run, speed, train_step
 from mixtron.launch.metrics import Metrics, step_line
 from mixtron.launch.saver import Saver
 
-PARTS = ("data", "logging", "saving")
+PARTS = {"data": -1, "logging": -1, "saving": 1}
+"""What is switched, and whether off or on."""
 NEVER = 10**9
 
 
@@ -42,10 +47,12 @@ class ReadBefore:
         return {}
 
 
-def bench_overhead(config: RunConfig, steps: int, warm_up: int, micro_batches: int) -> None:
+def bench_overhead(config: RunConfig, steps: int, rounds: int, micro_batches: int) -> None:
     """Prints a table on rank 0.
 
     Args:
+        steps: that are timed at a time.
+        rounds: with and without each part, whose medians are told, after one that is not counted.
         micro_batches: of a step that is timed, a data-parallel rank.
     Raises:
         ConfigError, DataError: as training does.
@@ -64,32 +71,44 @@ def bench_overhead(config: RunConfig, steps: int, warm_up: int, micro_batches: i
     metrics = Metrics(
         folder, first_step=1, total_steps=steps, tensorboard=config.logging.tensorboard
     )
-    read_before = ReadBefore(data, config.global_batch_sequences)
-    for _ in range(warm_up):
-        train_step(run)
-    whole = timed(run, metrics, steps, saving=True)
-    lines = []
-    for off in PARTS:
-        less = dataclasses.replace(run, data=read_before if off == "data" else data)
-        if off == "logging":
-            quiet = config.logging.model_copy(update={"every_steps": NEVER})
-            less.config = config.model_copy(update={"logging": quiet})
-        seen = None if off == "logging" else metrics
-        lines.append((off, whole - timed(less, seen, steps, saving=off != "saving", state=run)))
+    quiet = config.logging.model_copy(update={"every_steps": NEVER})
+    forms = {
+        "data": dataclasses.replace(run, data=ReadBefore(data, config.global_batch_sequences)),
+        "logging": dataclasses.replace(
+            run, config=config.model_copy(update={"logging": quiet}), prepared=None
+        ),
+    }
+
+    def seconds(part: str | None = None) -> float:
+        seen = None if part == "logging" else metrics
+        return timed(forms.get(part, run), seen, steps, saving=part == "saving")
+
+    costs, base_s = {part: [] for part in PARTS}, []
+    for counted in [False] + [True] * rounds:
+        for part, sign in PARTS.items():
+            base, other = seconds(), seconds(part)
+            if counted:
+                base_s.append(base)
+                costs[part].append(sign * (other - base))
     metrics.close()
+    run.saver.close()
     shutil.rmtree(folder)
     if ranks.is_first:
-        step_s = (whole - sum(dict(lines).values())) / steps
-        print(report(config, dict(lines), steps, step_s, own_step))
+        cost_s = {part: statistics.median(cost) for part, cost in costs.items()}
+        step_s = (statistics.median(base_s) - cost_s["data"] - cost_s["logging"]) / steps
+        print(report(config, cost_s, steps, step_s, own_step))
+        print(f"\n{spread(costs, steps * step_s)}")
 
 
-def timed(run: Run, metrics: Metrics | None, steps: int, *, saving: bool, state: Run | None = None):
-    """Seconds of so many steps, at the first of which a checkpoint's writing begins."""
+def timed(run: Run, metrics: Metrics | None, steps: int, *, saving: bool) -> float:
+    """Seconds of so many steps, at the first of which a checkpoint's writing begins if `saving`."""
+    train_step(run)  # Reads the data of the first one that is timed.
+    run.saver.close()
+    os.sync()
     wait(run.ranks)
     started = time.perf_counter()
     if saving:
-        saved = (state or run).state()
-        run.saver.save(run.progress.step, run.wrapped, run.optimizer, saved, run.config)
+        run.saver.save(run.progress.step, run.wrapped, run.optimizer, run.state(), run.config)
     for _ in range(steps):
         begun = time.perf_counter()
         values = train_step(run)
@@ -98,9 +117,7 @@ def timed(run: Run, metrics: Metrics | None, steps: int, *, saving: bool, state:
             metrics.log(run.progress.step, values)
             run.say(step_line(run.progress.step, steps, values))
     wait(run.ranks)
-    seconds = time.perf_counter() - started
-    run.saver.finish()
-    return seconds
+    return time.perf_counter() - started
 
 
 def report(config: RunConfig, cost_s: dict[str, float], steps: int, step_s: float, own: int) -> str:
@@ -134,3 +151,12 @@ def report(config: RunConfig, cost_s: dict[str, float], steps: int, step_s: floa
         f"{config.checkpoint.save_every_steps} steps\n"
     )
     return f"{said}\n{table(('part', 'ms', 'of', 'share of the run'), rows)}"
+
+
+def spread(costs: dict[str, list[float]], steps_s: float) -> str:
+    """How far the rounds lie apart, as shares of the time of their steps."""
+    ranges = (
+        f"{part} {min(cost) / steps_s:.2%} to {max(cost) / steps_s:.2%}"
+        for part, cost in costs.items()
+    )
+    return f"Of the timed steps, the rounds' least and most: {', '.join(ranges)}"

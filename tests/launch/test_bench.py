@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -148,26 +149,52 @@ def test_curves_report_distance_in_units_of_the_noise():
     assert cells == ["b", "2", "2.9700", "0.03", "0.03", "0.03", "3.00", "1.5", "2", "0", "100"]
 
 
-def overhead_report(path: str) -> str:
-    import contextlib
+SLOWER_S = {"data": 0.15, "logging": 0.3, "saving": 0.6}
+"""What a sample, a logged step and a save are made to take longer."""
+
+
+def overhead_report(path: str, slower_s: dict[str, float]) -> str:
     import io
 
     from mixtron.launch.bench.overhead import bench_overhead
+    from mixtron.launch.data import TrainingData
+    from mixtron.launch.metrics import Metrics
+    from mixtron.launch.saver import Saver
+
+    def slowed(plain, seconds):
+        def slow(*arguments, **options):
+            time.sleep(seconds)
+            return plain(*arguments, **options)
+
+        return slow
 
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        bench_overhead(load_config(path), steps=2, warm_up=1, micro_batches=2)
+    with contextlib.ExitStack() as changes:
+        for owner, name, part in (
+            (TrainingData, "read", "data"),
+            (Metrics, "log", "logging"),
+            (Saver, "save", "saving"),
+        ):
+            slow = slowed(getattr(owner, name), slower_s[part])
+            changes.enter_context(mock.patch.object(owner, name, slow))
+        changes.enter_context(contextlib.redirect_stdout(printed))
+        bench_overhead(load_config(path), steps=2, rounds=2, micro_batches=2)
     return printed.getvalue()
 
 
-def test_overhead_tells_every_part(corpus, tmp_path):
+def test_overhead_tells_what_each_part_costs(corpus, tmp_path):
     small = small_config(corpus, tmp_path / "run") | {"parallel": {}}
     path = write_config(tmp_path / "config.yaml", small)
-    [printed] = run_on_ranks(1, overhead_report, str(path))
-    parts = re.findall(r"^\| (\w+) \|.* \| (-?[\d.]+)% \|$", printed, re.MULTILINE)
-    assert [name for name, _ in parts] == ["data", "logging", "saving", "together"]
-    shares = [float(share) for _, share in parts]
+    [printed] = run_on_ranks(1, overhead_report, str(path), SLOWER_S)
+    rows = re.findall(r"^\| (\w+) \| (-?[\d.,]+)? *\|.*\| (-?[\d.]+)% \|$", printed, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["data", "logging", "saving", "together"]
+    shares = [float(share) for *_, share in rows]
     assert shares[-1] == pytest.approx(sum(shares[:-1]), abs=0.02)
+    found_s = {name: float(ms) / 1000 for name, ms, _ in rows[:-1]}
+    a_step_s = SLOWER_S | {"data": 2 * SLOWER_S["data"]}  # of two samples
+    # The rest is what a part really takes, and what a busy machine adds.
+    for part, slower in a_step_s.items():
+        assert 0.8 * slower < found_s[part] < 1.5 * slower + 0.2, printed
 
 
 def test_overhead_is_spread_over_the_configs_own_steps():
