@@ -79,14 +79,14 @@ def bench_overhead(config: RunConfig, steps: int, rounds: int, micro_batches: in
         ),
     }
 
-    def seconds(part: str | None = None) -> float:
+    def seconds(part: str) -> float:
         seen = None if part == "logging" else metrics
         return timed(forms.get(part, run), seen, steps, saving=part == "saving")
 
     costs, base_s = {part: [] for part in PARTS}, []
     for counted in [False] + [True] * rounds:
         for part, sign in PARTS.items():
-            base, other = seconds(), seconds(part)
+            base, other = seconds("none"), seconds(part)
             if counted:
                 base_s.append(base)
                 costs[part].append(sign * (other - base))
