@@ -51,7 +51,8 @@ def bench_overhead(config: RunConfig, steps: int, rounds: int, micro_batches: in
     """Prints a table on rank 0.
 
     Args:
-        steps: that are timed at a time.
+        steps: that are timed at a time. A checkpoint should be written within them: what its
+            writing costs later ones is not counted.
         rounds: with and without each part, whose medians are told, after one that is not counted.
         micro_batches: of a step that is timed, a data-parallel rank.
     Raises:

@@ -19,6 +19,7 @@ from mixtron.launch.bench.curves import Curve, bench_curves, parse_forms, report
 from mixtron.launch.bench.lengths import bench_lengths
 from mixtron.launch.bench.ops import benches, run_benches
 from mixtron.launch.bench.overhead import report as shares_of
+from mixtron.launch.bench.overhead import spread
 from mixtron.launch.bench.profile import idle_before, kind_of, own_kernels
 from mixtron.launch.config import load_config
 from mixtron.launch.estimate import training_flops_per_token
@@ -205,6 +206,11 @@ def test_overhead_is_spread_over_the_configs_own_steps():
     lines = shares_of(config, cost_s, steps=4, step_s=2.0, own=own).splitlines()
     shares = [line.split("|")[-2].strip() for line in lines[-4:]]
     assert shares == ["5.00%", "0.50%", "10.00%", "15.50%"]
+
+
+def test_overhead_says_how_far_rounds_lie_apart():
+    said = spread({"data": [0.3, -0.1, 0.2], "saving": [1.0]}, steps_s=10.0)
+    assert said.endswith(": data -1.00% to 3.00%, saving 10.00% to 10.00%")
 
 
 def test_lengths_need_a_gpu():
