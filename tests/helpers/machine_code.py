@@ -1,25 +1,37 @@
-"""Hopper's machine code of Triton kernels as they are launched, made without a GPU."""
+"""Hopper's machine code of Triton and Gluon kernels as they are launched, made without a GPU."""
 
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 HOPPER = GPUTarget("cuda", 90, 32)
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+}
 
 
 class Compiled:
-    """Stands in for a kernel: a launch compiles it for the arguments, and computes nothing."""
+    """Stands in for a kernel: a launch compiles it for the arguments, and computes nothing.
 
-    def __init__(self, kernel) -> None:
-        self.kernel, self.cubins = kernel, []
+    Of each launch there is the binary and the shared memory that it needs.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.cubins, self.shared_bytes = kernel, [], []
 
     def __getitem__(self, grid):
         return self._launch
@@ -28,7 +40,7 @@ class Compiled:
         names = [parameter.name for parameter in self.kernel.params]
         given = dict(zip(names, arguments, strict=False)) | options
         constant = {p.name for p in self.kernel.params if p.is_constexpr or given[p.name] is None}
-        source = ASTSource(
+        source = (GluonASTSource if self.kernel.is_gluon() else ASTSource)(
             fn=self.kernel,
             signature={n: "constexpr" if n in constant else _type(given[n]) for n in names},
             constexprs={(i,): given[n] for i, n in enumerate(names) if n in constant},
@@ -40,9 +52,13 @@ class Compiled:
         )
         compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps})
         self.cubins.append(compiled.asm["cubin"])
+        self.shared_bytes.append(compiled.metadata.shared)  # pyright: ignore
 
 
-def _type(value: Tensor | int | float) -> str:
+def _type(value: Tensor | TensorDescriptor | int | float) -> str:
+    if isinstance(value, TensorDescriptor):
+        dtype = TYPES[value.base.dtype].removeprefix("*")
+        return f"tensordesc<{dtype}{list(value.block_shape)},{value.layout!r}>"
     if isinstance(value, Tensor):
         return TYPES[value.dtype]
     return "i32" if isinstance(value, int) else "fp32"
@@ -53,6 +69,13 @@ def disassembled(cubin: bytes, folder: Path) -> str:
     path.write_bytes(cubin)
     command = [NVDISASM, "-c", path]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def instructions(text: str) -> Counter[str]:
+    """How often each instruction occurs in disassembled code, without its modifiers. Registers that
+    are spilled are STL and LDL, wgmma is HGMMA."""
+    lines = (re.match(r"\s*/\*\w{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z]\w*)", x) for x in text.splitlines())
+    return Counter(x[1] for x in lines if x)
 
 
 def unset_addresses(text: str) -> list[str]:

@@ -1,0 +1,80 @@
+"""What Gluon kernels for Hopper share: barriers, rings of buffers that a producer fills and
+consumers free, layouts of wgmma.
+
+A ring has some slots of shared memory. Its n-th item, counted from 0 over the kernel's life, lies
+in slot n % slots; consumers wait until it is full, the producer until they have freed the item
+before it.
+"""
+
+# Descriptors and barriers are for Gluon's compiler alone.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+"""Of boxes of 64 or 128 columns of 16 bits in shared memory, for TMA and wgmma."""
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """Of a product of 64 rows by four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def left_operand(columns):
+    """Of a product whose left operand stays in registers, with an accumulator of `columns`."""
+    return gl.DotOperandLayout(0, accumulator(columns), 2)
+
+
+@gluon.jit
+def barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    """One for each slot, that completes a phase after so many arrivals."""
+    found = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(found.index(i), count=ARRIVALS)
+    return found
+
+
+@gluon.jit
+def ring(
+    DTYPE: gl.constexpr,
+    SLOTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    READERS: gl.constexpr,
+):
+    """Buffers [SLOTS, ROWS, COLUMNS] of 16 bits, and their barriers."""
+    buffers = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, COLUMNS], SWIZZLED)
+    return buffers, barriers(SLOTS, 1), barriers(SLOTS, READERS)
+
+
+@gluon.jit
+def fill(ring, n, descriptor, row, column):
+    """Loads the ring's n-th item, a whole slot, when its slot is free."""
+    buffers, full, empty = ring
+    SLOTS: gl.constexpr = buffers.shape[0]
+    slot = n % SLOTS
+    mbarrier.wait(empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+    mbarrier.expect(full.index(slot), descriptor.block_type.nbytes)
+    tma.async_copy_global_to_shared(
+        descriptor, [row, column], full.index(slot), buffers.index(slot)
+    )
+
+
+@gluon.jit
+def take(ring, n):
+    """The ring's n-th item, when it has come."""
+    buffers, full, _ = ring
+    SLOTS: gl.constexpr = buffers.shape[0]
+    mbarrier.wait(full.index(n % SLOTS), (n // SLOTS) & 1)
+    return buffers.index(n % SLOTS)
+
+
+@gluon.jit
+def free(ring, n):
+    """The n-th item is not needed any more; one arrival of one reader."""
+    _, _, empty = ring
+    mbarrier.arrive(empty.index(n % empty.shape[0]))
