@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """Of boxes of 64 or 128 columns of 16 bits in shared memory, for TMA and wgmma."""
+SWIZZLED_3 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+"""The same for boxes [1, rows, columns], which wgmma takes reshaped to two dimensions."""
 
 
 @gluon.constexpr_function
@@ -39,29 +41,23 @@ def barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def ring(
-    DTYPE: gl.constexpr,
-    SLOTS: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    READERS: gl.constexpr,
-):
-    """Buffers [SLOTS, ROWS, COLUMNS] of 16 bits, and their barriers."""
-    buffers = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, COLUMNS], SWIZZLED)
+def ring(descriptor, SLOTS: gl.constexpr, READERS: gl.constexpr):
+    """Buffers [SLOTS, *box] for what a descriptor loads, each full at one barrier and empty at
+    another."""
+    shape: gl.constexpr = [SLOTS] + descriptor.block_shape
+    buffers = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
     return buffers, barriers(SLOTS, 1), barriers(SLOTS, READERS)
 
 
 @gluon.jit
-def fill(ring, n, descriptor, row, column):
-    """Loads the ring's n-th item, a whole slot, when its slot is free."""
+def fill(ring, n, descriptor, coordinates):
+    """Loads the ring's n-th item, one box, when its slot is free."""
     buffers, full, empty = ring
     SLOTS: gl.constexpr = buffers.shape[0]
     slot = n % SLOTS
     mbarrier.wait(empty.index(slot), ((n // SLOTS) & 1) ^ 1)
     mbarrier.expect(full.index(slot), descriptor.block_type.nbytes)
-    tma.async_copy_global_to_shared(
-        descriptor, [row, column], full.index(slot), buffers.index(slot)
-    )
+    tma.async_copy_global_to_shared(descriptor, coordinates, full.index(slot), buffers.index(slot))
 
 
 @gluon.jit
@@ -74,7 +70,22 @@ def take(ring, n):
 
 
 @gluon.jit
-def free(ring, n):
-    """The n-th item is not needed any more; one arrival of one reader."""
-    _, _, empty = ring
-    mbarrier.arrive(empty.index(n % empty.shape[0]))
+def free(ring, n, pred=True):
+    """The n-th item is not needed any more: one reader's arrival."""
+    buffers, _, empty = ring
+    mbarrier.arrive(empty.index(n % buffers.shape[0]), pred=pred)
+
+
+@gluon.jit
+def turns(count):
+    """How many of `count` pieces of work this program takes."""
+    rounds = count // gl.num_programs(0)
+    return rounds + (turn_of(rounds) < count).to(gl.int32)
+
+
+@gluon.jit
+def turn_of(n):
+    """The program's n-th piece: each second round goes backwards, so that pieces that become
+    shorter and shorter are dealt evenly."""
+    programs, program = gl.num_programs(0), gl.program_id(0)
+    return n * programs + gl.where(n % 2 == 1, programs - 1 - program, program)

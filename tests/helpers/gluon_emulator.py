@@ -8,7 +8,7 @@ Dtypes are those of the arguments: give fp32 ones, whatever the layouts say, to 
 ones to see the rounding. Layouts are ignored; that they fit is for the compiler to say
 (`machine_code.Compiled`). Byte counts of barriers must be written as
 `descriptor.block_type.nbytes`, casts of bits as `gl.cast(x, dtype, bitcast=True)`, dtypes of
-pointers as `pointer.dtype.element_ty`.
+pointers as `pointer.dtype.element_ty`; layouts of tensors cannot be asked for.
 
 An error (`EmulationError`) is, in whatever order the threads happen to run:
 - a partition that reads shared memory which a TMA load, a store or another partition writes, or
@@ -22,7 +22,7 @@ An error (`EmulationError`) is, in whatever order the threads happen to run:
 
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -232,6 +232,10 @@ def _elementwise(function: Callable) -> Callable:
     return lambda *x, **_: function(*map(_scalar, x))
 
 
+def _range(*bounds: Any, **_: Any) -> Iterator[Tensor]:
+    return map(_scalar, range(*map(int, bounds)))
+
+
 def _reduction(function: Callable) -> Callable:
     return lambda x, axis, **_: function(x, dim=axis)
 
@@ -283,7 +287,7 @@ class Language:
         return DTYPES.get(found, found) if isinstance(found, tl.dtype) else found
 
     constexpr = staticmethod(lambda x: x)
-    static_range = range = staticmethod(range)
+    static_range, range = staticmethod(range), staticmethod(_range)
     program_id = staticmethod(lambda axis: _scalar(machine().program[axis]))
     num_programs = staticmethod(lambda axis: _scalar(machine().grid[axis]))
     arange = staticmethod(lambda lo, hi, layout=None: torch.arange(lo, hi, dtype=torch.int32))
@@ -296,7 +300,7 @@ class Language:
     warp_specialize = staticmethod(_warp_specialize)
     thread_barrier = static_print = device_print = staticmethod(lambda *_, **__: None)
     assume = multiple_of = max_contiguous = staticmethod(lambda x, *_: x)
-    where = staticmethod(lambda c, x, y: torch.where(c, x, y))
+    where = staticmethod(lambda c, x, y: torch.where(_scalar(c), x, y))
     maximum = staticmethod(_elementwise(torch.maximum))
     minimum = staticmethod(_elementwise(torch.minimum))
     exp2, exp = staticmethod(_elementwise(torch.exp2)), staticmethod(_elementwise(torch.exp))
@@ -333,6 +337,7 @@ MBARRIER = types.SimpleNamespace(
 HOPPER = types.SimpleNamespace(
     fence_async_shared=fence,
     warpgroup_mma=_product,
+    warpgroup_mma_init=Accumulator,
     warpgroup_mma_wait=_product_wait,
     tma=TMA,
     mbarrier=MBARRIER,
@@ -360,7 +365,7 @@ def _emulated(value: Any, known: dict[int, Any]) -> Any:
     if not isinstance(source, types.FunctionType):
         return value
     if id(value) not in known:
-        scope: dict[str, Any] = {"__builtins__": __builtins__}
+        scope: dict[str, Any] = {"__builtins__": __builtins__, "range": _range}
         code, defaults = source.__code__, source.__defaults__ or ()
         default_values = tuple(_emulated(x, known) for x in defaults)
         known[id(value)] = types.FunctionType(code, scope, source.__name__, default_values)
