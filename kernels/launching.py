@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia import hopper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mixtron.kernels import triton_tools
@@ -63,7 +64,7 @@ def _kinds(arguments: Sequence[Any]) -> list[Any]:
             found.append((x == 1) + 2 * (x % 16 == 0) + 4 * (-(2**31) <= x < 2**31))
         elif isinstance(x, Tensor):
             found += (x.dtype, x.data_ptr() % 16 == 0)
-        elif isinstance(x, TensorDescriptor):
+        elif isinstance(x, TensorDescriptor | hopper.TensorDescriptor):
             found += (x.base.dtype, *x.block_shape)
         else:
             found.append(type(x))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mixtron.kernels.launching import Launched
+from mixtron.kernels.path_attention import hopper_op
 from mixtron.kernels.path_attention.triton_backward import delta_kernel, key_kernel
 from mixtron.kernels.path_attention.triton_carry import (
     Carried,
@@ -30,6 +31,7 @@ from mixtron.kernels.path_attention.triton_plan import (
     large,
     launch_plan,
     layout_of,
+    warp_specialized,
 )
 from mixtron.kernels.path_attention.triton_query_backward import query_kernel
 from mixtron.kernels.triton_tools import INTERPRETED, check_takes, product_dtype
@@ -249,6 +251,11 @@ class Piece:
             carried = carry(inputs.q, inputs.k, factors, scale, layout)
         return Piece(inputs, factors, gates, carried, layout, scale)
 
+    @property
+    def warp_specialized(self) -> bool:
+        x = self.inputs
+        return self.carried is not None and warp_specialized(x.q.device, x.q.shape[3], x.v.shape[3])
+
     def grid(self, heads: int) -> tuple[int, int]:
         return self.layout.S // self.layout.tile, self.inputs.q.shape[0] * heads
 
@@ -284,6 +291,9 @@ class Piece:
 
 def attend(piece: Piece, o_BTHV: Tensor, lse_BHS: Tensor) -> None:
     """Writes the output and the log-sum-exps of a piece."""
+    if piece.warp_specialized:
+        hopper_op.attend(piece, o_BTHV, lse_BHS)
+        return
     operands, sizes, options = piece.arguments(piece.inputs.plan().forward)
     grid = piece.grid(o_BTHV.shape[2])
     launch_forward(grid, *operands, o_BTHV, lse_BHS, *sizes, **options)

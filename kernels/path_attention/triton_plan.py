@@ -64,6 +64,13 @@ def launch_plan(device: torch.device, width: int) -> Plan:
     return LARGE if width > 64 else LARGE_NARROW
 
 
+def warp_specialized(device: torch.device, K: int, V: int) -> bool:
+    """Whether attention with maps is that of hopper_*.py."""
+    if device.type != "cuda" or (K, V) != (128, 128):
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the tokens are cut, and the tree of their tiles (triton_tree.py)."""

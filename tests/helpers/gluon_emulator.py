@@ -182,6 +182,9 @@ class Pointer:
 
     __radd__ = __add__
 
+    def __sub__(self, offset: Any) -> "Pointer":
+        return self + -_scalar(offset)
+
     def __getitem__(self, index: Any) -> "Pointer":
         return Pointer(self.memory, self.offset[index])
 
