@@ -44,7 +44,7 @@ def barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 def ring(descriptor, SLOTS: gl.constexpr, READERS: gl.constexpr):
     """Buffers [SLOTS, *box] for what a descriptor loads, each full at one barrier and empty at
     another."""
-    shape: gl.constexpr = [SLOTS] + descriptor.block_shape
+    shape: gl.constexpr = [SLOTS] + descriptor.block_shape  # noqa: RUF005 (Gluon has no *)
     buffers = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
     return buffers, barriers(SLOTS, 1), barriers(SLOTS, READERS)
 

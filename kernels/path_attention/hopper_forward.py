@@ -1,11 +1,11 @@
 """Attention's forward with Householder maps on Hopper: triton_forward.py's walk, by three groups of
 warps.
 
-A producer loads what the walk reads, in its order and ahead of it, also across the tree's levels and
-from one tile of queries to the next. Two consumers own 64 of the tile's 128 queries each. A consumer
-asks for a block's logits and adds the block before's values at the same time, and makes the weights
-of the one while the tensor cores still sum up the other; meanwhile these work for the other consumer
-too.
+A producer loads what the walk reads, in its order and ahead of it, also across the tree's levels
+and from one tile of queries to the next. Two consumers own 64 of the tile's 128 queries each. A
+consumer asks for a block's logits and adds the values of the block before at the same time, and
+makes the weights of the one while the tensor cores still sum up the other, or work for the other
+consumer.
 
 In shared memory: queries' versions 2 x 32, blocks of keys 2 x 32 (the tile's own logits come as the
 first), of values 2 x 32 KiB.
@@ -46,7 +46,7 @@ C = gl.constexpr(128)
 OWN = gl.constexpr(64)
 """Queries of a consumer."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-VARYING = ("T", "S", "tiles", "levels", "reach", "versions", "plane", "heads", "H", "work")
+VARYING = ("T", "tiles", "levels", "reach", "versions", "heads", "H", "work")
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -61,7 +61,6 @@ def hopper_forward_kernel(
     o_BTHV,
     lse_BHS,
     T,
-    S,
     tiles,
     levels,
     reach,
@@ -77,23 +76,20 @@ def hopper_forward_kernel(
 ):
     """Outputs and log-sum-exps of all heads, tile by tile of 128 queries.
 
-    q, k, v and logits are descriptors of [128, 128] boxes of [B H versions C, K], [B G versions C, K],
-    [B, T, G V] and [B H S, C], the last one's FINE entries as v's dtype; `work` is the number of
-    tiles of all heads, of which each program takes some. The rest as in triton_forward.py.
+    q, k, v and logits are descriptors of [128, 128] boxes of [B H versions C, K],
+    [B G versions C, K], [B, T, G V] and [B H S, C], the last one's FINE entries as v's dtype. Of
+    the `work` tiles of all heads each program takes some; `plane` is a multiple of
+    16. The rest as in triton_forward.py.
     """
-    rings = (
-        ring(q, 2, 2),
-        ring(k, 2, 2),
-        ring(v, 2, 2),
-    )
-    sizes = T, S, tiles, heads, H, work
-    consumed = rings, (gates, totals, start_S, plane), (o_BTHV, lse_BHS), sizes
-    operands, tree = (q, k, v, logits, start_S), (levels, reach, versions)
+    rings = ring(q, 2, 2), ring(k, 2, 2), ring(v, 2, 2)
+    sizes, tree = (tiles, H, work), (levels, reach, versions)
+    outputs = o_BTHV, lse_BHS, T, heads
+    consumed = rings, sizes, (gates, totals, start_S, plane), outputs
     gl.warp_specialize(
         [
             (_consume, (consumed, 0, GATE, DOCUMENTS, FINE)),
             (_consume, (consumed, 1, GATE, DOCUMENTS, FINE)),
-            (_produce, (rings, operands, sizes, tree, R, DOCUMENTS)),
+            (_produce, (rings, sizes, (q, k, v, logits, start_S), tree, R, DOCUMENTS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -112,17 +108,17 @@ def _taken(n, tiles, heads):
 
 
 @gluon.jit
-def _produce(rings, operands, sizes, tree, R: gl.constexpr, DOCUMENTS: gl.constexpr):
+def _produce(rings, sizes, operands, tree, R: gl.constexpr, DOCUMENTS: gl.constexpr):
     q_ring, k_ring, v_ring = rings
+    tiles, H, work = sizes
     q, k, v, logits, start_S = operands
-    T, S, tiles, heads, H, work = sizes
     levels, reach, versions = tree
     q_n, k_n, v_n = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     for n in range(turns(work)):
         a, bh = _taken(n, tiles, work // tiles)
         b, h = bh // H, bh % H
         g, G = h // R, H // R
-        fill(k_ring, k_n, logits, [bh * S + a * C, 0])
+        fill(k_ring, k_n, logits, [(bh * tiles + a) * C, 0])
         k_n += 1
         # Values are asked for one block later than keys: their products are.
         c_v = a
@@ -154,10 +150,10 @@ def _consume(
     consumed, half: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr, FINE: gl.constexpr
 ):
     """The queries half * OWN .. of each tile."""
-    rings, of_tokens, outputs, sizes = consumed
+    rings, sizes, of_tokens, outputs = consumed
     q_ring, k_ring, v_ring = rings
+    tiles, H, work = sizes
     gates, totals, start_S, plane = of_tokens
-    T, S, tiles, heads, H, work = sizes
     LAYOUT: gl.constexpr = accumulator(C)
     WEIGHTS: gl.constexpr = left_operand(C)
     row_Q = half * OWN + gl.arange(0, OWN, gl.SliceLayout(1, LAYOUT))
@@ -170,7 +166,7 @@ def _consume(
         if DOCUMENTS:
             start_Q = gl.load(start_S + t_Q)
             latest = gl.load(start_S + a * C + (half * OWN + OWN - 1))
-        of_head = bh.to(gl.int64) * S
+        of_head = bh.to(gl.int64) * tiles * C
         # The tile's own tokens. A query sees itself: no row is empty.
         u_C = a * C + column_C
         seen_QC = (u_C[None, :] <= t_Q[:, None]) & (u_C[None, :] >= start_Q[:, None])
@@ -179,7 +175,7 @@ def _consume(
         free(k_ring, k_n)
         k_n += 1
         if GATE:
-            s_QC -= gl.load(gates + of_head + u_C)[None, :]
+            s_QC -= gl.load(gates + (of_head + u_C))[None, :]
         s_QC = gl.where(seen_QC, s_QC, float("-inf"))
         top_Q = gl.full([OWN], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
         sum_Q = gl.zeros([OWN], gl.float32, gl.SliceLayout(1, LAYOUT))
@@ -193,8 +189,8 @@ def _consume(
         for i in range(blocks):
             c = a - 1 - i
             if GATE:
-                after_C = gl.load(gates + plane + of_head + c * C + column_C) + between
-                total = totals + bh.to(gl.int64) * (S // OWN) + c * (C // OWN)
+                after_C = gl.load(gates + (plane + of_head + c * C + column_C)) + between
+                total = totals + of_head // OWN + c * (C // OWN)
                 between += gl.load(total) + gl.load(total + 1)
             # Where it is in another node than the block before, there is another version.
             other = (c ^ (c + 1)) > ((a ^ c) & (a ^ (c + 1)))
@@ -230,8 +226,9 @@ def _consume(
         v_n += 1
         if GATE:
             # The gates from its tile's left edge to a query are in all of its logits: added once.
-            top_Q += gl.load(gates + of_head + t_Q)
-        _put(outputs, sizes, bh, t_Q, acc_QV * (1.0 / sum_Q)[:, None], top_Q * LN_2 + gl.log(sum_Q))
+            top_Q += gl.load(gates + (of_head + t_Q))
+        lse_Q = top_Q * LN_2 + gl.log(sum_Q)
+        _put(outputs, of_head + t_Q, bh // H, bh % H, t_Q, acc_QV * (1.0 / sum_Q)[:, None], lse_Q)
 
 
 @gluon.jit
@@ -244,11 +241,10 @@ def _weigh(s_QC, top_Q, sum_Q, SCALE: gl.constexpr):
 
 
 @gluon.jit
-def _put(outputs, sizes, bh, t_Q, o_QV, lse_Q):
-    o_BTHV, lse_BHS = outputs
-    T, S, tiles, heads, H, work = sizes
+def _put(outputs, place_Q, b, h, t_Q, o_QV, lse_Q):
+    o_BTHV, lse_BHS, T, heads = outputs
     column_V = gl.arange(0, C, gl.SliceLayout(0, accumulator(C)))
-    row_Q = ((bh // H).to(gl.int64) * T + t_Q) * heads + bh % H
-    o = o_BTHV + row_Q[:, None] * C + column_V[None, :]
+    row_Q = (b.to(gl.int64) * T + t_Q) * heads + h
+    o = o_BTHV + (row_Q[:, None] * C + column_V[None, :])
     gl.store(o, o_QV.to(o_BTHV.dtype.element_ty), (t_Q < T)[:, None])
-    gl.store(lse_BHS + bh.to(gl.int64) * S + t_Q, lse_Q)
+    gl.store(lse_BHS + place_Q, lse_Q)

@@ -1,4 +1,4 @@
-"""Launches attention's kernels with Householder maps on Hopper (hopper_*.py), in place of Triton's."""
+"""Launches attention with Householder maps on Hopper (hopper_*.py) in place of Triton's kernels."""
 
 # Launches take keywords that the kernels' signatures do not have.
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -63,7 +63,7 @@ def attend(piece: "Piece", o_BTHV: Tensor, lse_BHS: Tensor) -> None:
         layout.start_S,
         o_BTHV,
         lse_BHS,
-        *(T, layout.S, layout.tiles, layout.levels, layout.reach, layout.versions),
+        *(T, layout.tiles, layout.levels, layout.reach, layout.versions),
         *(0 if tokens is None else tokens.stride(0), layout.heads, H, work),
         R=H // G,
         GATE=gates is not None,

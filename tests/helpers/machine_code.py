@@ -46,13 +46,18 @@ class Compiled:
             constexprs={(i,): given[n] for i, n in enumerate(names) if n in constant},
             attrs={
                 (i,): [["tt.divisibility", 16]]
-                for i, n in enumerate(names)
-                if isinstance(given[n], Tensor)
+                for i, p in enumerate(self.kernel.params)
+                if _aligned(given[p.name]) and not p.do_not_specialize
             },
         )
         compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps})
         self.cubins.append(compiled.asm["cubin"])
         self.shared_bytes.append(compiled.metadata.shared)  # pyright: ignore
+
+
+def _aligned(value: Any) -> bool:
+    """Whether Triton compiles for a pointer or an integer that is a multiple of 16."""
+    return isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
 
 
 def _type(value: Tensor | TensorDescriptor | int | float) -> str:

@@ -1,7 +1,17 @@
 """Attention's forward for Hopper, emulated, against Triton's in its interpreter; and its machine
 code."""
 
+import pytest
+import torch
+
+from mixtron.kernels.path_attention import hopper_op
+from mixtron.kernels.path_attention.triton_carry import Carried
+from mixtron.kernels.path_attention.triton_gates import GateSums
+from mixtron.kernels.path_attention.triton_op import Inputs, Piece
+from mixtron.kernels.path_attention.triton_plan import layout_of
+from mixtron.kernels.triton_tools import SHARED_MEMORY_BYTES
 from tests.helpers.interpreter import run_interpreted
+from tests.helpers.machine_code import Compiled, disassembled, instructions
 
 CHECK = """
 import torch
@@ -58,3 +68,38 @@ def test_it_equals_the_triton_form():
         "equal 700 True",
         "equal 640 False",
     ]
+
+
+def piece(gated, packed):
+    """Of two query heads that share a key; as large as it is on a GPU, and nothing but zeros."""
+    T, H = 500, 2
+    offsets = torch.tensor([0, 300, T]) if packed else None
+    layout = layout_of(T, H, 128, offsets, T)
+    q_BTHK, k_BTGK = (torch.zeros(1, T, heads, 128).bfloat16() for heads in (H, 1))
+    fine_BHSC = torch.zeros(1, H, layout.S, 128).half()
+    q, k = (fine_BHSC.new_zeros(1, heads, layout.versions, 128, 128).bfloat16() for heads in (H, 1))
+    carried = Carried(q, k, fine_BHSC, *[fine_BHSC] * 3)
+    gates = None
+    if gated:
+        gates = GateSums(torch.zeros(4, 1, H, layout.S), torch.zeros(1, H, layout.S // 64))
+    inputs = Inputs(q_BTHK, k_BTGK, k_BTGK, None)
+    return Piece(inputs, None, gates, carried, layout, 1.0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_machine_code(gated, packed, monkeypatch, tmp_path):
+    """It fits, nothing is spilled, and no product waits for another."""
+    kernel = Compiled(hopper_op.hopper_forward_kernel)
+    monkeypatch.setattr(hopper_op, "launch_forward", lambda grid, *x, **y: kernel[grid](*x, **y))
+    x = piece(gated, packed)
+    o_BTHV, lse_BHS = torch.empty_like(x.inputs.q), torch.empty(1, 2, x.layout.S)
+    hopper_op.attend(x, o_BTHV, lse_BHS)
+    assert kernel.shared_bytes[0] <= SHARED_MEMORY_BYTES[90]
+    text = disassembled(kernel.cubins[0], tmp_path)
+    found = instructions(text)
+    # 64 x 128 x 16 each: of two consumers logits, values of all blocks but the last, and of it.
+    assert found["HGMMA"] == 2 * 3 * 8
+    assert not found["LDL"] + found["STL"]
+    # Products that ptxas does not dare to overlap are waited for one by one.
+    assert text.count("WARPGROUP.DEPBAR") == 2 * 3
