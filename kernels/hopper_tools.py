@@ -7,7 +7,7 @@ before it.
 """
 
 # Descriptors and barriers are for Gluon's compiler alone.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
