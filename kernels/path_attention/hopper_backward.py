@@ -1,0 +1,431 @@
+"""The gradient of keys and values on Hopper, with Householder maps and K = V = 128: what
+triton_backward.py's key_kernel computes, by three groups of warps.
+
+A producer loads what the others read, in its order and ahead of it, also across the tree's levels
+and from one tile of keys to the next. Two consumers own 64 of the tile's 128 keys each. For each
+block of queries, with the sums in registers,
+
+    s = k q^T,   dp = v do^T - delta,   p = exp2(s - less),   dv += p do,   ds = p dp,   dk += ds q
+
+p and ds go from registers into their products. While one consumer makes them, the tensor cores work
+for the other.
+
+In shared memory, in KiB: keys' versions 2 x 32, of which one serves to write gradients; values 32; a
+map 32; blocks of queries (or of logits inside the tile) and do 3 x 32, and their rows' scalars 1.5.
+"""
+
+# Descriptors and barriers are for Gluon's compiler alone.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mixtron.kernels.hopper_tools import (
+    accumulator,
+    barriers,
+    fill,
+    free,
+    left_operand,
+    ring,
+    take,
+    turns,
+)
+from mixtron.kernels.path_attention.hopper_forward import _taken
+from mixtron.kernels.path_attention.triton_tree import (
+    key_version,
+    last_tile,
+    query_version,
+    versions_at,
+)
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+C = gl.constexpr(128)
+"""Tokens of a tile; also K and V."""
+OWN = gl.constexpr(64)
+"""Keys of a consumer, and queries of a block."""
+BLOCKS = gl.constexpr(3)
+"""In shared memory."""
+PAIRS = gl.constexpr(accumulator(64))
+"""Of [OWN, OWN] in registers: keys and queries."""
+WIDE = gl.constexpr(accumulator(128))
+"""Of [OWN, C]."""
+LEFT = gl.constexpr(left_operand(128))
+KEY = gl.constexpr(gl.SliceLayout(1, PAIRS))
+QUERY = gl.constexpr(gl.SliceLayout(0, PAIRS))
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+VARYING = ("T", "tiles", "levels", "reach", "versions", "nodes", "plane", "H", "work")
+
+
+@gluon.jit(do_not_specialize=VARYING)
+def hopper_key_kernel(
+    q,
+    k,
+    v,
+    logits,
+    maps,
+    do,
+    less,
+    delta,
+    dk,
+    dk_versions,
+    dv,
+    gates,
+    totals,
+    start_S,
+    end_S,
+    columns_PBHS,
+    T,
+    tiles,
+    levels,
+    reach,
+    versions,
+    nodes,
+    plane,
+    H,
+    work,
+    R: gl.constexpr,
+    GATE: gl.constexpr,
+    DOCUMENTS: gl.constexpr,
+    FINE: gl.constexpr,
+):
+    """The gradients of keys and values of all heads, tile by tile of 128 keys.
+
+    By descriptors: boxes [64, 128] of q and k in versions, of logits (the FINE entries as q's dtype),
+    dk and dk_versions, [128, 128] of maps, each a matrix of 128 columns; [1, 64, 128] of v, do and dv
+    [B, T, heads V], which have zeros behind T; [64] of less and delta [B H S]. `work` is the number
+    of tiles of all key/value heads, of which each program takes some. The rest as in key_kernel.
+    """
+    rings = _halves(k, 2), _halves(v, 1), ring(maps, 1, 2), _blocks(q, do, less, delta)
+    fence_async_shared()
+    sources, tree = (q, k, v, logits, maps, do, less, delta), (levels, reach, versions, nodes)
+    scalars = gates, totals, start_S, columns_PBHS, plane
+    sizes = T, tiles, H, work, end_S
+    consumed = rings, scalars, (dk, dk_versions, dv), sizes, (levels, reach, versions)
+    gl.warp_specialize(
+        [
+            (_consume, (consumed, 0, R, GATE, DOCUMENTS, FINE)),
+            (_consume, (consumed, 1, R, GATE, DOCUMENTS, FINE)),
+            (_produce, (rings, sources, sizes, tree, R, DOCUMENTS)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _halves(descriptor, SLOTS: gl.constexpr):
+    """A ring of pairs of boxes, one for each consumer."""
+    shape: gl.constexpr = [2 * SLOTS] + descriptor.block_shape
+    buffers = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
+    return buffers, barriers(SLOTS, 1), barriers(SLOTS, 2)
+
+
+@gluon.jit
+def _blocks(q, do, less, delta):
+    """A ring of blocks of queries, with do and the rows' scalars."""
+    queries = gl.allocate_shared_memory(q.dtype, [BLOCKS] + q.block_shape, q.layout)
+    outputs = gl.allocate_shared_memory(do.dtype, [BLOCKS] + do.block_shape, do.layout)
+    of_less = gl.allocate_shared_memory(less.dtype, [BLOCKS] + less.block_shape, less.layout)
+    of_delta = gl.allocate_shared_memory(delta.dtype, [BLOCKS] + delta.block_shape, delta.layout)
+    return queries, outputs, of_less, of_delta, barriers(BLOCKS, 1), barriers(BLOCKS, 2)
+
+
+@gluon.jit
+def _place(n, sizes, DOCUMENTS: gl.constexpr):
+    """Of a program's n-th turn: its tile and key/value head, and the first and the last tile's last
+    query that may see its keys."""
+    T, tiles, H, work, end_S = sizes
+    turn, bg = _taken(n, tiles, work // tiles)
+    a = tiles - 1 - turn
+    end = gl.cdiv(T, OWN) * OWN
+    if DOCUMENTS:
+        end = gl.cdiv(gl.load(end_S + (gl.minimum(a * C + C, T) - 1)), OWN) * OWN
+    return a, bg, end, last_tile(end_S, a, tiles, C, DOCUMENTS)
+
+
+@gluon.jit
+def _produce(rings, sources, sizes, tree, R: gl.constexpr, DOCUMENTS: gl.constexpr):
+    k_ring, v_ring, map_ring, block_ring = rings
+    q, k, v, logits, maps, do, less, delta = sources
+    T, tiles, H, work, end_S = sizes
+    levels, reach, versions, nodes = tree
+    k_n, block_n = gl.to_tensor(0), gl.to_tensor(0)
+    for n in range(turns(work)):
+        a, bg, end, last = _place(n, sizes, DOCUMENTS)
+        b, h = bg // (H // R), bg % (H // R) * R
+        first = [b, a * C, h // R * C]
+        second = [b, a * C + OWN, h // R * C]
+        _fill_halves(v_ring, n, v, first, second)
+        below, nodes_below = versions, nodes
+        for level in range(levels - 1, -1, -1):
+            below = below - versions_at(level, tiles, reach)
+            nodes_below = nodes_below - (tiles >> level)
+            edge = ((a >> level) + 1) << level
+            behind = edge + (1 << level)
+            if ((a >> level) % 2 == 0) & (edge <= last):
+                row = (bg * versions + below + key_version(a, level, reach)) * C
+                _fill_halves(k_ring, k_n, k, [row, 0], [row + OWN, 0])
+                if behind <= last:
+                    node = bg * nodes + nodes_below + (a >> level) + 1
+                    fill(map_ring, _map_n(k_n, n), maps, [node * C, 0])
+                k_n = k_n + 1
+                for r in range(R):
+                    row = (bg * R + r) * versions + below + query_version(edge, level, reach) - edge
+                    for t in range(edge * C, gl.minimum(behind * C, end), OWN):
+                        of_rows = do, [b, t, (h + r) * C], less, delta, (bg * R + r) * tiles * C + t
+                        _fill_block(block_ring, block_n, q, row * C + t, of_rows)
+                        block_n = block_n + 1
+        if last == a:
+            # No query sees these keys: a place that gradients are written through.
+            _fill_halves(k_ring, k_n, k, [0, 0], [0, 0])
+            k_n = k_n + 1
+        for r in range(R):
+            for t in range(a * C, a * C + C, OWN):
+                row = (bg * R + r) * tiles * C + t
+                of_rows = do, [b, t, (h + r) * C], less, delta, row
+                _fill_block(block_ring, block_n, logits, row, of_rows)
+                block_n = block_n + 1
+
+
+@gluon.jit
+def _map_n(k_n, n):
+    """Which map leads to the k_n-th version: each tile has one less than versions."""
+    return k_n - n - 1
+
+
+@gluon.jit
+def _fill_halves(ring, n, descriptor, first, second):
+    buffers, full, empty = ring
+    SLOTS: gl.constexpr = buffers.shape[0] // 2
+    slot = n % SLOTS
+    mbarrier.wait(empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+    mbarrier.expect(full.index(slot), 2 * descriptor.block_type.nbytes)
+    full = full.index(slot)
+    tma.async_copy_global_to_shared(descriptor, first, full, buffers.index(2 * slot))
+    tma.async_copy_global_to_shared(descriptor, second, full, buffers.index(2 * slot + 1))
+
+
+@gluon.jit
+def _half(ring, n, half: gl.constexpr):
+    """A consumer's box of the n-th pair."""
+    buffers, _, _ = ring
+    return buffers.index(2 * (n % (buffers.shape[0] // 2)) + half)
+
+
+@gluon.jit
+def _take_half(ring, n, half: gl.constexpr):
+    """The same, when the pair has come."""
+    buffers, full, _ = ring
+    SLOTS: gl.constexpr = buffers.shape[0] // 2
+    mbarrier.wait(full.index(n % SLOTS), (n // SLOTS) & 1)
+    return _half(ring, n, half)
+
+
+@gluon.jit
+def _free_half(ring, n):
+    buffers, _, empty = ring
+    mbarrier.arrive(empty.index(n % (buffers.shape[0] // 2)))
+
+
+@gluon.jit
+def _fill_block(ring, n, q, row, of_rows):
+    queries, outputs, of_less, of_delta, fulls, empty = ring
+    do, place, less, delta, scalar = of_rows
+    slot = n % BLOCKS
+    full = fulls.index(slot)
+    mbarrier.wait(empty.index(slot), ((n // BLOCKS) & 1) ^ 1)
+    nbytes: gl.constexpr = q.block_type.nbytes + do.block_type.nbytes
+    mbarrier.expect(full, nbytes + less.block_type.nbytes + delta.block_type.nbytes)
+    tma.async_copy_global_to_shared(q, [row, 0], full, queries.index(slot))
+    tma.async_copy_global_to_shared(do, place, full, outputs.index(slot))
+    tma.async_copy_global_to_shared(less, [scalar], full, of_less.index(slot))
+    tma.async_copy_global_to_shared(delta, [scalar], full, of_delta.index(slot))
+
+
+@gluon.jit
+def _consume(
+    consumed, half: gl.constexpr, R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr,
+    FINE: gl.constexpr,
+):  # fmt: skip
+    """The keys half * OWN .. of each tile."""
+    rings, scalars, gradients, sizes, tree = consumed
+    k_ring, v_ring, map_ring, block_ring = rings
+    gates, totals, start_S, columns_PBHS, plane = scalars
+    dk, dk_versions, dv = gradients
+    T, tiles, H, work, end_S = sizes
+    levels, reach, versions = tree
+    k_n, block_n = gl.to_tensor(0), gl.to_tensor(0)
+    for n in range(turns(work)):
+        a, bg, end, last = _place(n, sizes, DOCUMENTS)
+        u_K = a * C + half * OWN + gl.arange(0, OWN, KEY)
+        dk_KK = gl.zeros([OWN, C], gl.float32, WIDE)
+        dv_KV = gl.zeros([OWN, C], gl.float32, WIDE)
+        v_KV = _take_half(v_ring, n, half).reshape([OWN, C])
+        # Only from its end on are queries of another document than the first key's.
+        own_end = end
+        if DOCUMENTS:
+            own_end = gl.load(end_S + gl.minimum(a * C, T - 1))
+        below = bg * versions + versions
+        for level in range(levels - 1, -1, -1):
+            below = below - versions_at(level, tiles, reach)
+            edge = ((a >> level) + 1) << level
+            behind = edge + (1 << level)
+            if ((a >> level) % 2 == 0) & (edge <= last):
+                if behind <= last:
+                    row = (below + key_version(a, level, reach)) * C + half * OWN
+                    _write(dk_versions, [row, 0], _half(k_ring, k_n - 1, half), dk_KK)
+                    dk_KK = _carried(dk_KK, take(map_ring, _map_n(k_n, n)))
+                    free(map_ring, _map_n(k_n, n))
+                    tma.store_wait(0)
+                    _free_half(k_ring, k_n - 1)
+                k_KK = _take_half(k_ring, k_n, half)
+                k_n = k_n + 1
+                for r in range(R):
+                    head = (bg * R + r).to(gl.int64) * tiles * C
+                    of_gates = 0.0, 0.0, totals
+                    if GATE:
+                        total = totals + head // OWN
+                        between = _block_sum(total, (a + 1) * (C // OWN), edge * (C // OWN))
+                        after_K = gl.load(gates + plane + head + u_K)
+                        of_gates = after_K, between.to(gl.float32), total
+                    dk_KK, dv_KV, column_K, block_n = _walk(
+                        dk_KK, dv_KV, k_KK, v_KV, block_ring, block_n, of_gates, u_K, start_S,
+                        own_end, edge * C, gl.minimum(behind * C, end), GATE, DOCUMENTS,
+                    )  # fmt: skip
+                    if GATE:
+                        gl.store(columns_PBHS + level * plane + head + u_K, column_K)
+            elif GATE:
+                for r in range(R):
+                    columns = columns_PBHS + level * plane + (bg * R + r).to(gl.int64) * tiles * C
+                    gl.store(columns + u_K, gl.zeros([OWN], gl.float32, KEY))
+        _free_half(v_ring, n)
+        if last == a:
+            _take_half(k_ring, k_n, half)
+            k_n = k_n + 1
+        staged = _half(k_ring, k_n - 1, half)
+        row = (bg * tiles + a) * C + half * OWN
+        _write(dk, [row, 0], staged, dk_KK)
+        for r in range(R):
+            head = (bg * R + r).to(gl.int64) * tiles * C
+            dv_KV, block_n = _inside(
+                dv_KV, block_ring, block_n, gates, totals, start_S, head, a, u_K,
+                half, GATE, DOCUMENTS, FINE,
+            )  # fmt: skip
+        tma.store_wait(0)
+        G = H // R
+        rows = [bg // G, a * C + half * OWN, bg % G * C]
+        _write(dv, rows, staged.reshape([1, OWN, C]), dv_KV)
+        tma.store_wait(0)
+        _free_half(k_ring, k_n - 1)
+
+
+@gluon.jit
+def _walk(
+    dk_KK, dv_KV, k_KK, v_KV, ring, n, of_gates, u_K, start_S, own_end, lo, hi,
+    GATE: gl.constexpr, DOCUMENTS: gl.constexpr,
+):  # fmt: skip
+    """The query blocks lo .. hi, all behind the keys."""
+    queries, outputs, of_less, of_delta, full, empty = ring
+    after_K, between, total = of_gates
+    zeros_KQ = gl.zeros([OWN, OWN], gl.float32, PAIRS)
+    column_K = gl.zeros([OWN], gl.float32, KEY)
+    for t in range(lo, hi, OWN):
+        if GATE:
+            block_total = gl.load(total + t // OWN)
+        slot = n % BLOCKS
+        mbarrier.wait(full.index(slot), (n // BLOCKS) & 1)
+        q_QK, do_QV = queries.index(slot), outputs.index(slot).reshape([OWN, C])
+        s_KQ = warpgroup_mma(k_KK, q_QK.permute((1, 0)), zeros_KQ, use_acc=False, is_async=True)
+        dp_KQ = zeros_KQ - of_delta.index(slot).load(QUERY)[None, :]
+        dp_KQ = warpgroup_mma(v_KV, do_QV.permute((1, 0)), dp_KQ, is_async=True)
+        s_KQ = warpgroup_mma_wait(1, deps=[s_KQ]) * LOG2_E
+        if GATE:
+            s_KQ += (after_K + between)[:, None]
+            between = between + block_total
+        s_KQ -= of_less.index(slot).load(QUERY)[None, :]
+        if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
+            if t + OWN > own_end:
+                start_Q = gl.load(start_S + t + gl.arange(0, OWN, QUERY))
+                s_KQ = gl.where(u_K[:, None] >= start_Q[None, :], s_KQ, float("-inf"))
+        p_KQ = gl.exp2(s_KQ)
+        left_KQ = gl.convert_layout(p_KQ.to(outputs.dtype), LEFT)
+        dv_KV = warpgroup_mma(left_KQ, do_QV, dv_KV, is_async=True)
+        dp_KQ = warpgroup_mma_wait(1, deps=[dp_KQ])
+        ds_KQ = p_KQ * dp_KQ
+        if GATE:
+            column_K += gl.sum(ds_KQ, 1)
+        left_KQ = gl.convert_layout(ds_KQ.to(queries.dtype), LEFT)
+        dk_KK = warpgroup_mma(left_KQ, q_QK, dk_KK, is_async=True)
+        dk_KK, dv_KV = warpgroup_mma_wait(0, deps=[dk_KK, dv_KV])
+        mbarrier.arrive(empty.index(slot))
+        n = n + 1
+    return dk_KK, dv_KV, column_K, n
+
+
+@gluon.jit
+def _inside(
+    dv_KV, ring, n, gates, totals, start_S, head, a, u_K,
+    half: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr, FINE: gl.constexpr,
+):  # fmt: skip
+    """The queries of the keys' own tile."""
+    logits, outputs, of_less, _, full, empty = ring
+    if GATE:
+        until_K = gl.load(gates + head + u_K)
+    for i in gl.static_range(2):
+        slot = n % BLOCKS
+        mbarrier.wait(full.index(slot), (n // BLOCKS) & 1)
+        # The first block's queries do not see the second half's keys.
+        if i >= half:
+            t_Q = a * C + i * OWN + gl.arange(0, OWN, QUERY)
+            s_KQ = logits.index(slot).slice(half * OWN, OWN, 1).permute((1, 0)).load(PAIRS)
+            s_KQ = gl.cast(s_KQ, FINE, bitcast=True).to(gl.float32) * LOG2_E
+            if GATE:
+                s_KQ -= until_K[:, None]
+                if i > 0:
+                    s_KQ += gl.load(totals + head // OWN + a * (C // OWN))
+            s_KQ -= of_less.index(slot).load(QUERY)[None, :]
+            seen_KQ = u_K[:, None] <= t_Q[None, :]
+            if DOCUMENTS:
+                seen_KQ = seen_KQ & (u_K[:, None] >= gl.load(start_S + t_Q)[None, :])
+            p_KQ = gl.exp2(gl.where(seen_KQ, s_KQ, float("-inf")))
+            left_KQ = gl.convert_layout(p_KQ.to(outputs.dtype), LEFT)
+            dv_KV = warpgroup_mma(left_KQ, outputs.index(slot).reshape([OWN, C]), dv_KV)
+        mbarrier.arrive(empty.index(slot))
+        n = n + 1
+    return dv_KV, n
+
+
+@gluon.jit
+def _carried(dk_KK, map_KK):
+    """dk P. The map is finer than bf16 and dk has a wider range: each row is brought to at most 1
+    for the product."""
+    top_K = gl.maximum(gl.max(gl.abs(dk_KK), 1), 1e-30)
+    left_KK = gl.convert_layout((dk_KK * (1.0 / top_K)[:, None]).to(map_KK.dtype), LEFT)
+    zeros_KK = gl.zeros([OWN, C], gl.float32, WIDE)
+    return warpgroup_mma(left_KK, map_KK, zeros_KK, use_acc=False) * top_K[:, None]
+
+
+@gluon.jit
+def _write(target, place, staged, x_KE):
+    """Begins to write rows, through shared memory."""
+    staged.reshape([OWN, C]).store(x_KE.to(target.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(target, place, staged)
+
+
+@gluon.jit
+def _block_sum(x, first, end):
+    """x[first .. end] in fp64, by each warp."""
+    LANES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    lane = gl.arange(0, 128, LANES)
+    sum_x = gl.zeros([128], gl.float64, LANES)
+    for i in range(first, end, 128):
+        sum_x += gl.load(x + i + lane, i + lane < end, 0.0).to(gl.float64)
+    return gl.sum(sum_x, 0)
