@@ -40,6 +40,7 @@ from tests.helpers.gluon_machine import (
     Barrier,
     Machine,
     Partition,
+    Pointer,
     Shared,
     allocate,
     arrive,
@@ -48,10 +49,14 @@ from tests.helpers.gluon_machine import (
     dtype_of,
     expect,
     fence,
+    flat,
     init,
+    load,
     machine,
     poison,
     running,
+    scalar_of,
+    store,
     wait,
 )
 
@@ -62,7 +67,7 @@ class Descriptor:
     """A host TensorDescriptor within a kernel."""
 
     def __init__(self, host: TensorDescriptor) -> None:
-        base, block = _flat(host.base), [int(n) for n in host.block_shape]
+        base, block = flat(host.base), [int(n) for n in host.block_shape]
         first = host.base.storage_offset()
         self.x = base.as_strided(list(host.shape), list(host.strides), first)
         self.block_shape, self.dtype, self.layout = block, host.base.dtype, host.layout
@@ -169,62 +174,11 @@ def _product_wait(num_outstanding: int = 0, deps: Sequence | None = None):
     return values[0] if len(values) == 1 else tuple(values)
 
 
-# Global memory
-
-
-class Pointer:
-    def __init__(self, memory: Tensor, offset: Tensor) -> None:
-        self.memory, self.offset = memory, offset
-        self.dtype = types.SimpleNamespace(element_ty=memory.dtype)
-
-    def __add__(self, offset: Any) -> "Pointer":
-        return Pointer(self.memory, self.offset + _scalar(offset).long())
-
-    __radd__ = __add__
-
-    def __sub__(self, offset: Any) -> "Pointer":
-        return self + -_scalar(offset)
-
-    def __getitem__(self, index: Any) -> "Pointer":
-        return Pointer(self.memory, self.offset[index])
-
-    def addresses(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        offset, taken = torch.broadcast_tensors(
-            self.offset, torch.tensor(True) if mask is None else mask
-        )
-        wrong = taken & ((offset < 0) | (offset >= len(self.memory)))
-        check(not bool(wrong.any()), "an address outside of its tensor")
-        return torch.where(taken, offset, 0), taken
-
-
-def _load(pointer: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Tensor:
-    offset, taken = pointer.addresses(mask)
-    found = pointer.memory[offset]
-    other = poison(found.dtype) if other is None else other
-    return torch.where(taken, found, torch.as_tensor(other, dtype=found.dtype))
-
-
-def _store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
-    offset, taken = pointer.addresses(mask)
-    value = torch.as_tensor(value).to(pointer.memory.dtype).broadcast_to(offset.shape)
-    pointer.memory[offset[taken]] = value[taken]
-
-
-def _flat(x: Tensor) -> Tensor:
-    return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
-
-
 # The language
 
 
-def _scalar(x: Any) -> Tensor:
-    if isinstance(x, bool | Tensor):
-        return torch.as_tensor(x)
-    return torch.tensor(x, dtype=torch.int32 if isinstance(x, int) else torch.float32)
-
-
 def _cast(x: Any, dtype: Any, bitcast: bool = False, **_: Any) -> Tensor:
-    return _scalar(x).view(dtype_of(dtype)) if bitcast else _scalar(x).to(dtype_of(dtype))
+    return scalar_of(x).view(dtype_of(dtype)) if bitcast else scalar_of(x).to(dtype_of(dtype))
 
 
 def _full(shape: Sequence, value: Any, dtype: Any, layout: Any = None) -> Tensor:
@@ -232,11 +186,11 @@ def _full(shape: Sequence, value: Any, dtype: Any, layout: Any = None) -> Tensor
 
 
 def _elementwise(function: Callable) -> Callable:
-    return lambda *x, **_: function(*map(_scalar, x))
+    return lambda *x, **_: function(*map(scalar_of, x))
 
 
 def _range(*bounds: Any, **_: Any) -> Iterator[Tensor]:
-    return map(_scalar, range(*map(int, bounds)))
+    return map(scalar_of, range(*map(int, bounds)))
 
 
 def _reduction(function: Callable) -> Callable:
@@ -291,19 +245,20 @@ class Language:
 
     constexpr = staticmethod(lambda x: x)
     static_range, range = staticmethod(range), staticmethod(_range)
-    program_id = staticmethod(lambda axis: _scalar(machine().program[axis]))
-    num_programs = staticmethod(lambda axis: _scalar(machine().grid[axis]))
+    program_id = staticmethod(lambda axis: scalar_of(machine().program[axis]))
+    num_programs = staticmethod(lambda axis: scalar_of(machine().grid[axis]))
     arange = staticmethod(lambda lo, hi, layout=None: torch.arange(lo, hi, dtype=torch.int32))
     zeros = staticmethod(lambda shape, dtype, layout=None: _full(shape, 0, dtype))
     zeros_like = staticmethod(torch.zeros_like)
-    full, load, store, cast, to_tensor = map(staticmethod, (_full, _load, _store, _cast, _scalar))
+    full, cast, to_tensor = map(staticmethod, (_full, _cast, scalar_of))
+    load, store = staticmethod(load), staticmethod(store)
     full_like = staticmethod(torch.full_like)
     convert_layout = set_auto_layout = staticmethod(lambda x, layout, **_: x)
     allocate_shared_memory = staticmethod(allocate)
     warp_specialize = staticmethod(_warp_specialize)
     thread_barrier = static_print = device_print = staticmethod(lambda *_, **__: None)
     assume = multiple_of = max_contiguous = staticmethod(lambda x, *_: x)
-    where = staticmethod(lambda c, x, y: torch.where(_scalar(c), x, y))
+    where = staticmethod(lambda c, x, y: torch.where(scalar_of(c), x, y))
     maximum = staticmethod(_elementwise(torch.maximum))
     minimum = staticmethod(_elementwise(torch.minimum))
     exp2, exp = staticmethod(_elementwise(torch.exp2)), staticmethod(_elementwise(torch.exp))
@@ -386,8 +341,8 @@ def _argument(x: Any) -> Any:
     if isinstance(x, TensorDescriptor):
         return Descriptor(x)
     if isinstance(x, Tensor):
-        return Pointer(_flat(x), torch.tensor(x.storage_offset()))
-    return x if x is None else _scalar(x)
+        return Pointer(flat(x), torch.tensor(x.storage_offset()))
+    return x if x is None else scalar_of(x)
 
 
 def run(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:

@@ -10,6 +10,7 @@ import linecache
 import re
 import sys
 import threading
+import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -304,3 +305,51 @@ def fence(cluster: bool = False) -> None:
 
 def dtype_of(dtype: Any) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else DTYPES[dtype]
+
+
+def scalar_of(x: Any) -> Tensor:
+    if isinstance(x, bool | Tensor):
+        return torch.as_tensor(x)
+    return torch.tensor(x, dtype=torch.int32 if isinstance(x, int) else torch.float32)
+
+
+class Pointer:
+    def __init__(self, memory: Tensor, offset: Tensor) -> None:
+        self.memory, self.offset = memory, offset
+        self.dtype = types.SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.memory, self.offset + scalar_of(offset).long())
+
+    __radd__ = __add__
+
+    def __sub__(self, offset: Any) -> "Pointer":
+        return self + -scalar_of(offset)
+
+    def __getitem__(self, index: Any) -> "Pointer":
+        return Pointer(self.memory, self.offset[index])
+
+    def addresses(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        offset, taken = torch.broadcast_tensors(
+            self.offset, torch.tensor(True) if mask is None else mask
+        )
+        wrong = taken & ((offset < 0) | (offset >= len(self.memory)))
+        check(not bool(wrong.any()), "an address outside of its tensor")
+        return torch.where(taken, offset, 0), taken
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Tensor:
+    offset, taken = pointer.addresses(mask)
+    found = pointer.memory[offset]
+    other = poison(found.dtype) if other is None else other
+    return torch.where(taken, found, torch.as_tensor(other, dtype=found.dtype))
+
+
+def store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
+    offset, taken = pointer.addresses(mask)
+    value = torch.as_tensor(value).to(pointer.memory.dtype).broadcast_to(offset.shape)
+    pointer.memory[offset[taken]] = value[taken]
+
+
+def flat(x: Tensor) -> Tensor:
+    return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
