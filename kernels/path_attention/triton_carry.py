@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mixtron.kernels.launching import Launched
+from mixtron.kernels.path_attention import hopper_carry
 from mixtron.kernels.path_attention.triton_maps import (
     key_version_kernel,
     map_gradient_kernel,
@@ -180,6 +181,11 @@ def carry(
         XT=new(G, S, C),
         Y=Y,
     )
+    if hopper_carry.takes(q_BTHK, layout):
+        hopper_carry.key_versions(k_BTGK, *vars(factors).values(), maps, layout, x.XT, x.k)
+        operands = q_BTHK, k_BTGK, w, beta, x.XT, Y, maps
+        hopper_carry.query_versions(*operands, scale, layout, x.logits, x.q)
+        return x
     options = {"K": K, "C": C, "FINE": FINE, "num_stages": 1}
     documents = {"DOCUMENTS": layout.start_S is not None}
     tree = N, layout.levels, layout.reach, layout.versions, layout.nodes

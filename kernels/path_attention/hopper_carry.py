@@ -1,0 +1,82 @@
+"""Launches what carries queries and keys on Hopper (hopper_*.py) in place of Triton's kernels."""
+
+# Launches take keywords that the kernels' signatures do not have.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mixtron.kernels.hopper_tools import SWIZZLED
+from mixtron.kernels.launching import Launched
+from mixtron.kernels.path_attention.hopper_op import WARPS, programs
+from mixtron.kernels.path_attention.hopper_versions import (
+    hopper_key_version_kernel,
+    hopper_query_version_kernel,
+)
+from mixtron.kernels.path_attention.triton_plan import Layout
+from mixtron.kernels.triton_tools import INTERPRETED
+
+BLOCK = 64
+launch_key_version = Launched(hopper_key_version_kernel)
+launch_query_version = Launched(hopper_query_version_kernel)
+
+
+def takes(q_BTHK: Tensor, layout: Layout) -> bool:
+    """Whether these kernels are for such queries and where they lie."""
+    if INTERPRETED or not q_BTHK.is_cuda or not q_BTHK.shape[3] == layout.tile == 128:
+        return False
+    return torch.cuda.get_device_capability(q_BTHK.device) == (9, 0)
+
+
+def blocks(x: Tensor) -> TensorDescriptor:
+    """Of a tensor in one piece, as a matrix of its last dimension."""
+    matrix = x.view(-1, x.shape[-1])
+    # Of no rows none is loaded, but a descriptor must have one.
+    matrix = matrix if x.numel() else matrix.new_empty(1, x.shape[-1])
+    return TensorDescriptor.from_tensor(matrix, [BLOCK, BLOCK], SWIZZLED)
+
+
+def token_blocks(x_BTHK: Tensor) -> TensorDescriptor:
+    """Of heads, which may be some of those that lie there: a row is a token of all of them."""
+    B, T, H, K = x_BTHK.shape
+    shape, strides = [B * T, H * K], [x_BTHK.stride(1), 1]
+    return TensorDescriptor(x_BTHK, shape, strides, [BLOCK, BLOCK], SWIZZLED)
+
+
+def key_versions(
+    k_BTGK: Tensor, w: Tensor, beta: Tensor, L: Tensor, maps: Tensor, layout: Layout,
+    XT: Tensor, k_versions: Tensor,
+) -> None:  # fmt: skip
+    """Writes X^T [B, G, S, C] and k_versions [B, G, versions, C, K]."""
+    B, T, G, _ = k_BTGK.shape
+    N = layout.tiles
+    launch_key_version(
+        (programs(k_BTGK.device, -(-N // 2) * B * G),),
+        token_blocks(k_BTGK), *map(blocks, (w, L, maps, XT.view(k_BTGK.dtype), k_versions)),
+        beta, layout.start_S, layout.end_S,
+        T, G, B * G, N, layout.levels, layout.reach, layout.versions, layout.nodes,
+        FINE=_gluon(w.dtype), DOCUMENTS=layout.start_S is not None, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def query_versions(
+    q_BTHK: Tensor, k_BTGK: Tensor, w: Tensor, beta: Tensor, XT: Tensor, Y: Tensor, maps: Tensor,
+    scale: float, layout: Layout, logits: Tensor, q_versions: Tensor,
+) -> None:  # fmt: skip
+    """Writes logits [B, H, S, C] inside tiles and q_versions [B, H, versions, C, K]."""
+    (B, T, H, _), G = q_BTHK.shape, k_BTGK.shape[2]
+    N = layout.tiles
+    launch_query_version(
+        (programs(q_BTHK.device, -(-N // 2) * B * H),),
+        token_blocks(q_BTHK), token_blocks(k_BTGK),
+        *map(blocks, (w, XT, Y, maps, logits.view(q_BTHK.dtype), q_versions)),
+        beta, layout.start_S, scale,
+        T, H, G, B * H, N, layout.levels, layout.reach, layout.versions, layout.nodes,
+        FINE=_gluon(w.dtype), DOCUMENTS=layout.start_S is not None, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _gluon(dtype: torch.dtype) -> gl.dtype:
+    return gl.float16 if dtype == torch.float16 else gl.float32
