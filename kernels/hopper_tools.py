@@ -17,6 +17,8 @@ SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, ran
 """Of boxes of 64 or 128 columns of 16 bits in shared memory, for TMA and wgmma."""
 SWIZZLED_3 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 """The same for boxes [1, rows, columns], which wgmma takes reshaped to two dimensions."""
+LINEAR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+"""Of fp32 scalars."""
 
 
 @gluon.constexpr_function
@@ -66,7 +68,14 @@ def take(ring, n):
     buffers, full, _ = ring
     SLOTS: gl.constexpr = buffers.shape[0]
     mbarrier.wait(full.index(n % SLOTS), (n // SLOTS) & 1)
-    return buffers.index(n % SLOTS)
+    return item(ring, n)
+
+
+@gluon.jit
+def item(ring, n):
+    """The ring's n-th item, which has been waited for."""
+    buffers, _, _ = ring
+    return buffers.index(n % buffers.shape[0])
 
 
 @gluon.jit

@@ -8,9 +8,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mixtron.kernels.hopper_launching import WARPS, programs
 from mixtron.kernels.hopper_tools import SWIZZLED
 from mixtron.kernels.launching import Launched
-from mixtron.kernels.path_attention.hopper_op import WARPS, programs
 from mixtron.kernels.path_attention.hopper_versions import (
     hopper_key_version_kernel,
     hopper_query_version_kernel,

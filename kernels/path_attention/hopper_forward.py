@@ -25,6 +25,7 @@ from mixtron.kernels.hopper_tools import (
     accumulator,
     fill,
     free,
+    item,
     left_operand,
     ring,
     take,
@@ -193,10 +194,11 @@ def _consume(
                 total = totals + of_head // OWN + c * (C // OWN)
                 between += gl.load(total) + gl.load(total + 1)
             # Where it is in another node than the block before, there is another version.
-            other = (c ^ (c + 1)) > ((a ^ c) & (a ^ (c + 1)))
-            free(q_ring, q_n, other & (i > 0))
-            q_n += other.to(gl.int32)
-            q_QK = take(q_ring, q_n).slice(half * OWN, OWN)
+            if (c ^ (c + 1)) > ((a ^ c) & (a ^ (c + 1))):
+                free(q_ring, q_n, i > 0)
+                q_n += 1
+                take(q_ring, q_n)
+            q_QK = item(q_ring, q_n).slice(half * OWN, OWN)
             k_KC = take(k_ring, k_n).permute((1, 0))
             s_QC = gl.zeros([OWN, C], gl.float32, LAYOUT)
             s_QC = warpgroup_mma(q_QK, k_KC, s_QC, use_acc=False, is_async=True)

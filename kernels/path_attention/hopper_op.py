@@ -8,41 +8,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mixtron.kernels.hopper_tools import SWIZZLED, SWIZZLED_3
+from mixtron.kernels.hopper_launching import (
+    WARPS,
+    programs,
+    row_boxes,
+    scalar_boxes,
+    token_boxes,
+)
 from mixtron.kernels.launching import Launched
+from mixtron.kernels.path_attention.hopper_backward import hopper_key_kernel
 from mixtron.kernels.path_attention.hopper_forward import hopper_forward_kernel
 
 if TYPE_CHECKING:
+    from mixtron.kernels.path_attention.triton_carry import CarriedGradients
     from mixtron.kernels.path_attention.triton_op import Piece
 
-WARPS = 4
-"""Of the first consumer: the compiler adds the others'."""
 launch_forward = Launched(hopper_forward_kernel)
-
-
-def row_boxes(x: Tensor, rows: int) -> TensorDescriptor:
-    """Boxes of so many rows of a tensor in one piece, as a matrix of its last dimension."""
-    K = x.shape[-1]
-    # Of no rows none is loaded, but a descriptor must have one.
-    matrix = x.view(-1, K) if x.numel() else x.new_empty(1, K)
-    return TensorDescriptor.from_tensor(matrix, [rows, K], SWIZZLED)
-
-
-def token_boxes(x_BTHK: Tensor, rows: int) -> TensorDescriptor:
-    """Boxes of so many tokens of one head, zeros behind a row's last token; heads may be some of
-    those that lie there."""
-    B, T, H, K = x_BTHK.shape
-    shape, strides = [B, T, H * K], [*x_BTHK.stride()[:2], 1]
-    return TensorDescriptor(x_BTHK, shape, strides, [1, rows, K], SWIZZLED_3)
-
-
-def programs(device: torch.device, work: int) -> int:
-    """Of kernels of which a multiprocessor has one and that share out pieces of work."""
-    if device.type != "cuda":
-        return min(3, work)
-    return min(torch.cuda.get_device_properties(device).multi_processor_count, work)
+launch_keys = Launched(hopper_key_kernel)
 
 
 def attend(piece: "Piece", o_BTHV: Tensor, lse_BHS: Tensor) -> None:
@@ -65,6 +48,50 @@ def attend(piece: "Piece", o_BTHV: Tensor, lse_BHS: Tensor) -> None:
         lse_BHS,
         *(T, layout.tiles, layout.levels, layout.reach, layout.versions),
         *(0 if tokens is None else tokens.stride(0), layout.heads, H, work),
+        R=H // G,
+        GATE=gates is not None,
+        DOCUMENTS=layout.start_S is not None,
+        FINE=gl.float16 if carried.logits.dtype == torch.float16 else gl.float32,
+        num_warps=WARPS,
+    )
+
+
+def attend_keys(
+    piece: "Piece",
+    do_BTHV: Tensor,
+    delta_BHS: Tensor,
+    less_BHS: Tensor,
+    gradients: "CarriedGradients",
+    dv_BTGV: Tensor,
+    columns_PBHS: Tensor | None,
+) -> None:
+    """Writes a piece's gradients of keys, in versions and at right edges, and of values; with a gate
+    the sums of ds over columns, but for the part inside tiles. Some tile sees another."""
+    v, carried, layout, gates = piece.inputs.v, piece.carried, piece.layout, piece.gates
+    assert carried is not None
+    (B, T, H, _), G = do_BTHV.shape, v.shape[2]
+    work = layout.tiles * B * G
+    tokens = None if gates is None else gates.tokens_4BHS
+    launch_keys(
+        (programs(v.device, work),),
+        row_boxes(carried.q, 64),
+        row_boxes(carried.k, 64),
+        token_boxes(v, 64),
+        row_boxes(carried.logits.view(v.dtype), 64),
+        row_boxes(carried.maps, 128),
+        token_boxes(do_BTHV, 64),
+        scalar_boxes(less_BHS, 64),
+        scalar_boxes(delta_BHS, 64),
+        row_boxes(gradients.k_right, 64),
+        row_boxes(gradients.k, 64),
+        token_boxes(dv_BTGV, 64),
+        tokens,
+        None if gates is None else gates.blocks_BHN,
+        layout.start_S,
+        layout.end_S,
+        columns_PBHS,
+        *(T, layout.tiles, layout.levels, layout.reach, layout.versions, layout.nodes),
+        *(0 if tokens is None else tokens.stride(0), H, work),
         R=H // G,
         GATE=gates is not None,
         DOCUMENTS=layout.start_S is not None,

@@ -1,0 +1,38 @@
+"""What launches of Gluon kernels for Hopper are given: tensors' descriptors, how many programs."""
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mixtron.kernels.hopper_tools import LINEAR, SWIZZLED, SWIZZLED_3
+
+WARPS = 4
+"""Of the first consumer: the compiler adds the others'."""
+
+
+def row_boxes(x: Tensor, rows: int) -> TensorDescriptor:
+    """Boxes of so many rows of a tensor in one piece, as a matrix of its last dimension."""
+    K = x.shape[-1]
+    # Of no rows none is loaded, but a descriptor must have one.
+    matrix = x.view(-1, K) if x.numel() else x.new_empty(1, K)
+    return TensorDescriptor.from_tensor(matrix, [rows, K], SWIZZLED)
+
+
+def token_boxes(x_BTHK: Tensor, rows: int) -> TensorDescriptor:
+    """Boxes of so many tokens of one head, zeros behind a row's last token; heads may be some of
+    those that lie there."""
+    B, T, H, K = x_BTHK.shape
+    shape, strides = [B, T, H * K], [*x_BTHK.stride()[:2], 1]
+    return TensorDescriptor(x_BTHK, shape, strides, [1, rows, K], SWIZZLED_3)
+
+
+def scalar_boxes(x: Tensor, count: int) -> TensorDescriptor:
+    """Boxes of so many numbers of an fp32 tensor in one piece."""
+    return TensorDescriptor.from_tensor(x.view(-1), [count], LINEAR)
+
+
+def programs(device: torch.device, work: int) -> int:
+    """Of kernels of which a multiprocessor has one and that share out pieces of work."""
+    if device.type != "cuda":
+        return min(3, work)
+    return min(torch.cuda.get_device_properties(device).multi_processor_count, work)
