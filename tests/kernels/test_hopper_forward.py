@@ -11,7 +11,7 @@ from mixtron.kernels.path_attention.triton_op import Inputs, Piece
 from mixtron.kernels.path_attention.triton_plan import layout_of
 from mixtron.kernels.triton_tools import SHARED_MEMORY_BYTES
 from tests.helpers.interpreter import run_interpreted
-from tests.helpers.machine_code import Compiled, disassembled, instructions
+from tests.helpers.machine_code import Compiled, disassembled, instructions, unset_addresses
 
 CHECK = """
 import torch
@@ -97,6 +97,7 @@ def test_the_machine_code(gated, packed, monkeypatch, tmp_path):
     hopper_op.attend(x, o_BTHV, lse_BHS)
     assert kernel.shared_bytes[0] <= SHARED_MEMORY_BYTES[90]
     text = disassembled(kernel.cubins[0], tmp_path)
+    assert unset_addresses(text) == []
     found = instructions(text)
     # 64 x 128 x 16 each: of two consumers logits, values of all blocks but the last, and of it.
     assert found["HGMMA"] == 2 * 3 * 8
