@@ -86,6 +86,49 @@ def free(ring, n, pred=True):
 
 
 @gluon.jit
+def halves(descriptor, SLOTS: gl.constexpr):
+    """A ring of pairs of boxes, one for each consumer."""
+    shape: gl.constexpr = [2 * SLOTS] + descriptor.block_shape  # noqa: RUF005 (Gluon has no *)
+    buffers = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
+    return buffers, barriers(SLOTS, 1), barriers(SLOTS, 2)
+
+
+@gluon.jit
+def fill_halves(ring, n, descriptor, first, second):
+    """Loads the n-th pair, boxes at two places, when its slot is free."""
+    buffers, full, empty = ring
+    SLOTS: gl.constexpr = buffers.shape[0] // 2
+    slot = n % SLOTS
+    mbarrier.wait(empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+    mbarrier.expect(full.index(slot), 2 * descriptor.block_type.nbytes)
+    full = full.index(slot)
+    tma.async_copy_global_to_shared(descriptor, first, full, buffers.index(2 * slot))
+    tma.async_copy_global_to_shared(descriptor, second, full, buffers.index(2 * slot + 1))
+
+
+@gluon.jit
+def half_of(ring, n, half: gl.constexpr):
+    """A consumer's box of the n-th pair."""
+    buffers, _, _ = ring
+    return buffers.index(2 * (n % (buffers.shape[0] // 2)) + half)
+
+
+@gluon.jit
+def take_half(ring, n, half: gl.constexpr):
+    """The same, when the pair has come."""
+    buffers, full, _ = ring
+    SLOTS: gl.constexpr = buffers.shape[0] // 2
+    mbarrier.wait(full.index(n % SLOTS), (n // SLOTS) & 1)
+    return half_of(ring, n, half)
+
+
+@gluon.jit
+def free_half(ring, n):
+    buffers, _, empty = ring
+    mbarrier.arrive(empty.index(n % (buffers.shape[0] // 2)))
+
+
+@gluon.jit
 def turns(count):
     """How many of `count` pieces of work this program takes."""
     rounds = count // gl.num_programs(0)

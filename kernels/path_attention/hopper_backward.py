@@ -10,12 +10,12 @@ block of queries, with the sums in registers,
 p and ds go from registers into their products. While one consumer makes them, the tensor cores work
 for the other.
 
-In shared memory, in KiB: keys' versions 2 x 32, of which one serves to write gradients; values 32; a
-map 32; blocks of queries (or of logits inside the tile) and do 3 x 32, and their rows' scalars 1.5.
+In shared memory, in KiB: keys' versions 2 x 32, of which one serves to write gradients; values 32;
+a map 32; blocks of queries (or of logits inside the tile) and do 3 x 32, their rows' scalars 1.5.
 """
 
 # Descriptors and barriers are for Gluon's compiler alone.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,10 +31,15 @@ from mixtron.kernels.hopper_tools import (
     accumulator,
     barriers,
     fill,
+    fill_halves,
     free,
+    free_half,
+    half_of,
+    halves,
     left_operand,
     ring,
     take,
+    take_half,
     turns,
 )
 from mixtron.kernels.path_attention.hopper_forward import _taken
@@ -59,55 +64,31 @@ WIDE = gl.constexpr(accumulator(128))
 LEFT = gl.constexpr(left_operand(128))
 KEY = gl.constexpr(gl.SliceLayout(1, PAIRS))
 QUERY = gl.constexpr(gl.SliceLayout(0, PAIRS))
+LANES = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 VARYING = ("T", "tiles", "levels", "reach", "versions", "nodes", "plane", "H", "work")
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def hopper_key_kernel(
-    q,
-    k,
-    v,
-    logits,
-    maps,
-    do,
-    less,
-    delta,
-    dk,
-    dk_versions,
-    dv,
-    gates,
-    totals,
-    start_S,
-    end_S,
-    columns_PBHS,
-    T,
-    tiles,
-    levels,
-    reach,
-    versions,
-    nodes,
-    plane,
-    H,
-    work,
-    R: gl.constexpr,
-    GATE: gl.constexpr,
-    DOCUMENTS: gl.constexpr,
-    FINE: gl.constexpr,
-):
+    q, k, v, logits, maps, do, less, delta, dk, dk_versions, dv,
+    gates, totals, start_S, end_S, columns_PBHS,
+    T, tiles, levels, reach, versions, nodes, plane, H, work,
+    R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr, FINE: gl.constexpr,
+):  # fmt: skip
     """The gradients of keys and values of all heads, tile by tile of 128 keys.
 
-    By descriptors: boxes [64, 128] of q and k in versions, of logits (the FINE entries as q's dtype),
-    dk and dk_versions, [128, 128] of maps, each a matrix of 128 columns; [1, 64, 128] of v, do and dv
+    By descriptors: boxes [64, 128] of q and k in versions, of logits (as q's dtype, FINE ones), dk
+    and dk_versions, [128, 128] of maps, each a matrix of 128 columns; [1, 64, 128] of v, do and dv
     [B, T, heads V], which have zeros behind T; [64] of less and delta [B H S]. `work` is the number
     of tiles of all key/value heads, of which each program takes some. The rest as in key_kernel.
     """
-    rings = _halves(k, 2), _halves(v, 1), ring(maps, 1, 2), _blocks(q, do, less, delta)
+    rings = halves(k, 2), halves(v, 1), ring(maps, 1, 2), _blocks(q, do, less, delta)
     fence_async_shared()
-    sources, tree = (q, k, v, logits, maps, do, less, delta), (levels, reach, versions, nodes)
+    sources, tree = (q, k, v, logits, maps, do, less, delta), (levels, reach, versions, nodes, H)
     scalars = gates, totals, start_S, columns_PBHS, plane
-    sizes = T, tiles, H, work, end_S
-    consumed = rings, scalars, (dk, dk_versions, dv), sizes, (levels, reach, versions)
+    sizes = T, tiles, work, end_S
+    consumed = rings, scalars, (dk, dk_versions, dv), sizes, (levels, reach, versions, H)
     gl.warp_specialize(
         [
             (_consume, (consumed, 0, R, GATE, DOCUMENTS, FINE)),
@@ -120,20 +101,12 @@ def hopper_key_kernel(
 
 
 @gluon.jit
-def _halves(descriptor, SLOTS: gl.constexpr):
-    """A ring of pairs of boxes, one for each consumer."""
-    shape: gl.constexpr = [2 * SLOTS] + descriptor.block_shape
-    buffers = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
-    return buffers, barriers(SLOTS, 1), barriers(SLOTS, 2)
-
-
-@gluon.jit
 def _blocks(q, do, less, delta):
     """A ring of blocks of queries, with do and the rows' scalars."""
-    queries = gl.allocate_shared_memory(q.dtype, [BLOCKS] + q.block_shape, q.layout)
-    outputs = gl.allocate_shared_memory(do.dtype, [BLOCKS] + do.block_shape, do.layout)
-    of_less = gl.allocate_shared_memory(less.dtype, [BLOCKS] + less.block_shape, less.layout)
-    of_delta = gl.allocate_shared_memory(delta.dtype, [BLOCKS] + delta.block_shape, delta.layout)
+    queries = gl.allocate_shared_memory(q.dtype, [BLOCKS, OWN, C], q.layout)
+    outputs = gl.allocate_shared_memory(do.dtype, [BLOCKS, 1, OWN, C], do.layout)
+    of_less = gl.allocate_shared_memory(less.dtype, [BLOCKS, OWN], less.layout)
+    of_delta = gl.allocate_shared_memory(delta.dtype, [BLOCKS, OWN], delta.layout)
     return queries, outputs, of_less, of_delta, barriers(BLOCKS, 1), barriers(BLOCKS, 2)
 
 
@@ -141,7 +114,7 @@ def _blocks(q, do, less, delta):
 def _place(n, sizes, DOCUMENTS: gl.constexpr):
     """Of a program's n-th turn: its tile and key/value head, and the first and the last tile's last
     query that may see its keys."""
-    T, tiles, H, work, end_S = sizes
+    T, tiles, work, end_S = sizes
     turn, bg = _taken(n, tiles, work // tiles)
     a = tiles - 1 - turn
     end = gl.cdiv(T, OWN) * OWN
@@ -154,15 +127,15 @@ def _place(n, sizes, DOCUMENTS: gl.constexpr):
 def _produce(rings, sources, sizes, tree, R: gl.constexpr, DOCUMENTS: gl.constexpr):
     k_ring, v_ring, map_ring, block_ring = rings
     q, k, v, logits, maps, do, less, delta = sources
-    T, tiles, H, work, end_S = sizes
-    levels, reach, versions, nodes = tree
+    _, tiles, work, _ = sizes
+    levels, reach, versions, nodes, H = tree
     k_n, block_n = gl.to_tensor(0), gl.to_tensor(0)
     for n in range(turns(work)):
         a, bg, end, last = _place(n, sizes, DOCUMENTS)
         b, h = bg // (H // R), bg % (H // R) * R
         first = [b, a * C, h // R * C]
         second = [b, a * C + OWN, h // R * C]
-        _fill_halves(v_ring, n, v, first, second)
+        fill_halves(v_ring, n, v, first, second)
         below, nodes_below = versions, nodes
         for level in range(levels - 1, -1, -1):
             below = below - versions_at(level, tiles, reach)
@@ -171,7 +144,7 @@ def _produce(rings, sources, sizes, tree, R: gl.constexpr, DOCUMENTS: gl.constex
             behind = edge + (1 << level)
             if ((a >> level) % 2 == 0) & (edge <= last):
                 row = (bg * versions + below + key_version(a, level, reach)) * C
-                _fill_halves(k_ring, k_n, k, [row, 0], [row + OWN, 0])
+                fill_halves(k_ring, k_n, k, [row, 0], [row + OWN, 0])
                 if behind <= last:
                     node = bg * nodes + nodes_below + (a >> level) + 1
                     fill(map_ring, _map_n(k_n, n), maps, [node * C, 0])
@@ -184,7 +157,7 @@ def _produce(rings, sources, sizes, tree, R: gl.constexpr, DOCUMENTS: gl.constex
                         block_n = block_n + 1
         if last == a:
             # No query sees these keys: a place that gradients are written through.
-            _fill_halves(k_ring, k_n, k, [0, 0], [0, 0])
+            fill_halves(k_ring, k_n, k, [0, 0], [0, 0])
             k_n = k_n + 1
         for r in range(R):
             for t in range(a * C, a * C + C, OWN):
@@ -198,40 +171,6 @@ def _produce(rings, sources, sizes, tree, R: gl.constexpr, DOCUMENTS: gl.constex
 def _map_n(k_n, n):
     """Which map leads to the k_n-th version: each tile has one less than versions."""
     return k_n - n - 1
-
-
-@gluon.jit
-def _fill_halves(ring, n, descriptor, first, second):
-    buffers, full, empty = ring
-    SLOTS: gl.constexpr = buffers.shape[0] // 2
-    slot = n % SLOTS
-    mbarrier.wait(empty.index(slot), ((n // SLOTS) & 1) ^ 1)
-    mbarrier.expect(full.index(slot), 2 * descriptor.block_type.nbytes)
-    full = full.index(slot)
-    tma.async_copy_global_to_shared(descriptor, first, full, buffers.index(2 * slot))
-    tma.async_copy_global_to_shared(descriptor, second, full, buffers.index(2 * slot + 1))
-
-
-@gluon.jit
-def _half(ring, n, half: gl.constexpr):
-    """A consumer's box of the n-th pair."""
-    buffers, _, _ = ring
-    return buffers.index(2 * (n % (buffers.shape[0] // 2)) + half)
-
-
-@gluon.jit
-def _take_half(ring, n, half: gl.constexpr):
-    """The same, when the pair has come."""
-    buffers, full, _ = ring
-    SLOTS: gl.constexpr = buffers.shape[0] // 2
-    mbarrier.wait(full.index(n % SLOTS), (n // SLOTS) & 1)
-    return _half(ring, n, half)
-
-
-@gluon.jit
-def _free_half(ring, n):
-    buffers, _, empty = ring
-    mbarrier.arrive(empty.index(n % (buffers.shape[0] // 2)))
 
 
 @gluon.jit
@@ -259,15 +198,15 @@ def _consume(
     k_ring, v_ring, map_ring, block_ring = rings
     gates, totals, start_S, columns_PBHS, plane = scalars
     dk, dk_versions, dv = gradients
-    T, tiles, H, work, end_S = sizes
-    levels, reach, versions = tree
+    T, tiles, work, end_S = sizes
+    levels, reach, versions, H = tree
     k_n, block_n = gl.to_tensor(0), gl.to_tensor(0)
     for n in range(turns(work)):
         a, bg, end, last = _place(n, sizes, DOCUMENTS)
         u_K = a * C + half * OWN + gl.arange(0, OWN, KEY)
         dk_KK = gl.zeros([OWN, C], gl.float32, WIDE)
         dv_KV = gl.zeros([OWN, C], gl.float32, WIDE)
-        v_KV = _take_half(v_ring, n, half).reshape([OWN, C])
+        v_KV = take_half(v_ring, n, half).reshape([OWN, C])
         # Only from its end on are queries of another document than the first key's.
         own_end = end
         if DOCUMENTS:
@@ -280,40 +219,41 @@ def _consume(
             if ((a >> level) % 2 == 0) & (edge <= last):
                 if behind <= last:
                     row = (below + key_version(a, level, reach)) * C + half * OWN
-                    _write(dk_versions, [row, 0], _half(k_ring, k_n - 1, half), dk_KK)
+                    _write(dk_versions, [row, 0], half_of(k_ring, k_n - 1, half), dk_KK)
                     dk_KK = _carried(dk_KK, take(map_ring, _map_n(k_n, n)))
                     free(map_ring, _map_n(k_n, n))
                     tma.store_wait(0)
-                    _free_half(k_ring, k_n - 1)
-                k_KK = _take_half(k_ring, k_n, half)
+                    free_half(k_ring, k_n - 1)
+                k_KK = take_half(k_ring, k_n, half)
                 k_n = k_n + 1
                 for r in range(R):
-                    head = (bg * R + r).to(gl.int64) * tiles * C
-                    of_gates = 0.0, 0.0, totals
+                    head = (bg * R + r) * tiles * C
+                    of_gates = 0.0, 0.0
                     if GATE:
-                        total = totals + head // OWN
-                        between = _block_sum(total, (a + 1) * (C // OWN), edge * (C // OWN))
-                        after_K = gl.load(gates + plane + head + u_K)
-                        of_gates = after_K, between.to(gl.float32), total
+                        between = _block_sum(
+                            totals, (head + a * C + C) // OWN, (head + edge * C) // OWN
+                        )
+                        of_gates = gl.load(gates + plane + head + u_K), between.to(gl.float32)
                     dk_KK, dv_KV, column_K, block_n = _walk(
-                        dk_KK, dv_KV, k_KK, v_KV, block_ring, block_n, of_gates, u_K, start_S,
-                        own_end, edge * C, gl.minimum(behind * C, end), GATE, DOCUMENTS,
+                        dk_KK, dv_KV, k_KK, v_KV, block_ring, block_n, of_gates, totals, head,
+                        u_K, start_S, own_end, edge * C, gl.minimum(behind * C, end),
+                        GATE, DOCUMENTS,
                     )  # fmt: skip
                     if GATE:
                         gl.store(columns_PBHS + level * plane + head + u_K, column_K)
             elif GATE:
                 for r in range(R):
-                    columns = columns_PBHS + level * plane + (bg * R + r).to(gl.int64) * tiles * C
+                    columns = columns_PBHS + level * plane + (bg * R + r) * tiles * C
                     gl.store(columns + u_K, gl.zeros([OWN], gl.float32, KEY))
-        _free_half(v_ring, n)
+        free_half(v_ring, n)
         if last == a:
-            _take_half(k_ring, k_n, half)
+            take_half(k_ring, k_n, half)
             k_n = k_n + 1
-        staged = _half(k_ring, k_n - 1, half)
+        staged = half_of(k_ring, k_n - 1, half)
         row = (bg * tiles + a) * C + half * OWN
         _write(dk, [row, 0], staged, dk_KK)
         for r in range(R):
-            head = (bg * R + r).to(gl.int64) * tiles * C
+            head = (bg * R + r) * tiles * C
             dv_KV, block_n = _inside(
                 dv_KV, block_ring, block_n, gates, totals, start_S, head, a, u_K,
                 half, GATE, DOCUMENTS, FINE,
@@ -323,22 +263,22 @@ def _consume(
         rows = [bg // G, a * C + half * OWN, bg % G * C]
         _write(dv, rows, staged.reshape([1, OWN, C]), dv_KV)
         tma.store_wait(0)
-        _free_half(k_ring, k_n - 1)
+        free_half(k_ring, k_n - 1)
 
 
 @gluon.jit
 def _walk(
-    dk_KK, dv_KV, k_KK, v_KV, ring, n, of_gates, u_K, start_S, own_end, lo, hi,
+    dk_KK, dv_KV, k_KK, v_KV, ring, n, of_gates, totals, head, u_K, start_S, own_end, lo, hi,
     GATE: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     """The query blocks lo .. hi, all behind the keys."""
     queries, outputs, of_less, of_delta, full, empty = ring
-    after_K, between, total = of_gates
+    after_K, between = of_gates
     zeros_KQ = gl.zeros([OWN, OWN], gl.float32, PAIRS)
     column_K = gl.zeros([OWN], gl.float32, KEY)
     for t in range(lo, hi, OWN):
         if GATE:
-            block_total = gl.load(total + t // OWN)
+            block_total = gl.load(totals + (head + t) // OWN)
         slot = n % BLOCKS
         mbarrier.wait(full.index(slot), (n // BLOCKS) & 1)
         q_QK, do_QV = queries.index(slot), outputs.index(slot).reshape([OWN, C])
@@ -389,7 +329,7 @@ def _inside(
             if GATE:
                 s_KQ -= until_K[:, None]
                 if i > 0:
-                    s_KQ += gl.load(totals + head // OWN + a * (C // OWN))
+                    s_KQ += gl.load(totals + (head + a * C) // OWN)
             s_KQ -= of_less.index(slot).load(QUERY)[None, :]
             seen_KQ = u_K[:, None] <= t_Q[None, :]
             if DOCUMENTS:
@@ -423,7 +363,6 @@ def _write(target, place, staged, x_KE):
 @gluon.jit
 def _block_sum(x, first, end):
     """x[first .. end] in fp64, by each warp."""
-    LANES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     lane = gl.arange(0, 128, LANES)
     sum_x = gl.zeros([128], gl.float64, LANES)
     for i in range(first, end, 128):

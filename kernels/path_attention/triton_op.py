@@ -299,6 +299,41 @@ def attend(piece: Piece, o_BTHV: Tensor, lse_BHS: Tensor) -> None:
     launch_forward(grid, *operands, o_BTHV, lse_BHS, *sizes, **options)
 
 
+def attend_keys(
+    piece: Piece,
+    do_BTHV: Tensor,
+    lse_BHS: Tensor,
+    delta_BHS: Tensor,
+    less_BHS: Tensor,
+    found: Gradients,
+    gradients: CarriedGradients | None,
+    columns_PBHS: Tensor | None,
+) -> None:
+    """Writes the gradients of values, and of keys at their tiles' right edges and in versions."""
+    if gradients is not None and piece.warp_specialized and piece.layout.levels:
+        of_rows = do_BTHV, delta_BHS, less_BHS
+        hopper_op.attend_keys(piece, *of_rows, gradients, found.v, columns_PBHS)
+        return
+    operands, sizes, options = piece.arguments(piece.inputs.plan().keys)
+    carried = piece.carried
+    dk = [found.k, None] if gradients is None else [gradients.k_right, gradients.k]
+    launch_keys(
+        piece.grid(found.k.shape[2]),
+        *operands,
+        piece.layout.end_S,
+        None if carried is None else carried.maps,
+        do_BTHV,
+        lse_BHS,
+        delta_BHS,
+        less_BHS,
+        *dk,
+        found.v,
+        columns_PBHS,
+        *sizes,
+        **options,
+    )
+
+
 def attend_backward(
     piece: Piece,
     do_BTHV: Tensor,
@@ -316,21 +351,7 @@ def attend_backward(
     rows_BHS, columns_PBHS = (None, None) if ds is None else ds
     of_rows = do_BTHV, lse_BHS, delta_BHS
 
-    operands, sizes, options = piece.arguments(plan.keys)
-    dk = [found.k, None] if gradients is None else [gradients.k_right, gradients.k]
-    launch_keys(
-        piece.grid(found.k.shape[2]),
-        *operands,
-        piece.layout.end_S,
-        None if carried is None else carried.maps,
-        *of_rows,
-        less_BHS,
-        *dk,
-        found.v,
-        columns_PBHS,
-        *sizes,
-        **options,
-    )
+    attend_keys(piece, *of_rows, less_BHS, found, gradients, columns_PBHS)
     operands, sizes, options = piece.arguments(plan.queries)
     of_tiles = [*[None] * 6, found.q, *[None] * 4]
     if carried is not None and gradients is not None and piece.factors is not None:
