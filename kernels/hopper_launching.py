@@ -26,6 +26,13 @@ def token_boxes(x_BTHK: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x_BTHK, shape, strides, [1, rows, K], SWIZZLED_3)
 
 
+def head_boxes(x_BTHK: Tensor, rows: int) -> TensorDescriptor:
+    """The same in two dimensions, for who may read the next row of the batch behind a row's last
+    token."""
+    B, T, H, K = x_BTHK.shape
+    return TensorDescriptor(x_BTHK, [B * T, H * K], [x_BTHK.stride(1), 1], [rows, K], SWIZZLED)
+
+
 def scalar_boxes(x: Tensor, count: int) -> TensorDescriptor:
     """Boxes of so many numbers of an fp32 tensor in one piece."""
     return TensorDescriptor.from_tensor(x.view(-1), [count], LINEAR)

@@ -218,6 +218,11 @@ class Shared:
     def permute(self, order: Sequence[int]) -> "Shared":
         return self._view(lambda x: x.permute(*order))
 
+    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> "Shared":
+        """As another dtype of the same size; as other shapes too on a GPU, but not here."""
+        check(list(shape) == list(self.shape), f"{self.name}: {self.shape} taken for {shape}")
+        return Shared(self.name, [self.data.view(dtype_of(dtype)), *self.planes[1:]])
+
     def reshape(self, shape: Sequence[int]) -> "Shared":
         return self._view(lambda x: x.view(*shape))
 

@@ -1,0 +1,510 @@
+"""The gradient of queries on Hopper, with Householder maps and K = V = 128: what
+triton_query_backward.py computes, by three groups of warps.
+
+A producer loads what the others read, in its order and ahead of it, also across the tree's levels
+and from one tile of queries to the next. Two consumers own 64 of the tile's 128 queries each. While
+one makes ds of a block, the tensor cores work for the other.
+
+In shared memory, in KiB: queries' versions 2 x 32, of which one serves to write dq; do 32; a map
+32; blocks of keys and values 3 x 32. At a tile's end the map's place holds X^T, that of the blocks
+the rest of what the way through the tile takes.
+"""
+
+# Descriptors and barriers are for Gluon's compiler alone.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mixtron.kernels.hopper_tools import (
+    SWIZZLED,
+    accumulator,
+    barriers,
+    fill,
+    free,
+    left_operand,
+    ring,
+    take,
+    turns,
+)
+from mixtron.kernels.path_attention.hopper_forward import _taken
+from mixtron.kernels.path_attention.triton_tree import (
+    key_version,
+    query_version,
+    versions_at,
+)
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+C = gl.constexpr(128)
+"""Tokens of a tile; also K and V."""
+OWN = gl.constexpr(64)
+"""Queries of a consumer, and keys of a block."""
+BLOCKS = gl.constexpr(3)
+"""In shared memory."""
+PAIRS = gl.constexpr(accumulator(64))
+"""Of [OWN, OWN] in registers."""
+WIDE = gl.constexpr(accumulator(128))
+"""Of [OWN, C]."""
+ROW = gl.constexpr(gl.SliceLayout(1, PAIRS))
+COLUMN = gl.constexpr(gl.SliceLayout(0, PAIRS))
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
+VARYING = ("T", "S", "tiles", "levels", "reach", "versions", "nodes", "plane", "heads", "H", "work")
+
+
+@gluon.jit(do_not_specialize=VARYING)
+def hopper_query_kernel(
+    q,
+    k,
+    v,
+    do,
+    maps,
+    k_BTGK,
+    w,
+    XT,
+    Y,
+    dq_versions,
+    dq_left,
+    logits,
+    gates,
+    totals,
+    start_S,
+    lse_BHS,
+    delta_BHS,
+    beta,
+    dlogits,
+    dM,
+    dq,
+    rows_BHS,
+    columns_PBHS,
+    scale,
+    T,
+    S,
+    tiles,
+    levels,
+    reach,
+    versions,
+    nodes,
+    plane,
+    heads,
+    H,
+    work,
+    R: gl.constexpr,
+    GATE: gl.constexpr,
+    DOCUMENTS: gl.constexpr,
+):
+    """All heads' queries, tile by tile of 128.
+
+    The first eleven are descriptors of matrices with 128 columns (v, do and k_BTGK: a token's of
+    all heads), in boxes of 64 rows, of maps and XT of 128. `work` is the number of tiles of all
+    heads, of which each program takes some. The rest as in triton_query_backward.py.
+    """
+    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    columns = gl.allocate_shared_memory(gl.float32, [1, OWN], words)
+    rings = (
+        ring(k, BLOCKS, 2),
+        ring(v, BLOCKS, 2),
+        ring(maps, 1, 2),
+        (ring(q, 2, 1), ring(q, 2, 1)),
+        (ring(do, 1, 1), ring(do, 1, 1)),
+        (columns, barriers(1, 1), barriers(1, 1)),
+    )
+    fence_async_shared()
+    tree = tiles, levels, reach, versions, nodes
+    sizes = T, S, plane, heads, H, work
+    operands = q, k, v, do, maps, k_BTGK, w, XT, Y
+    read = logits, gates, totals, start_S, lse_BHS, delta_BHS, beta
+    written = dq_versions, dq_left, dlogits, dM, dq, rows_BHS, columns_PBHS
+    shared = rings, read, written, tree, sizes
+    gl.warp_specialize(
+        [
+            (_consume, (shared, scale, 0, R, GATE, DOCUMENTS)),
+            (_consume, (shared, scale, 1, R, GATE, DOCUMENTS)),
+            (_produce, (rings, operands, start_S, tree, sizes, R, DOCUMENTS)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _produce(rings, operands, start_S, tree, sizes, R: gl.constexpr, DOCUMENTS: gl.constexpr):
+    """Loads each tile's operands. A version and its map come after the first blocks of the walk
+    before: by then what they overwrite is not in use any more."""
+    k_ring, v_ring, map_ring, q_rings, do_rings, _ = rings
+    q, k, v, do, maps, k_BTGK, w, XT, Y = operands
+    tiles, levels, reach, versions, nodes = tree
+    T, _, _, _, H, work = sizes
+    k_n, v_n, map_n, q_n = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    for n in range(turns(work)):
+        a, bh = _taken(n, tiles, work // tiles)
+        b, h = bh // H, bh % H
+        g, G = h // R, H // R
+        first = b * T + a * C
+        for half in gl.static_range(2):
+            fill(do_rings[half], n, do, [first + half * OWN, h * C])
+        for i in gl.static_range(2):
+            fill(v_ring, v_n + i, v, [first + i * OWN, g * C])
+        v_n += 2
+        low = _low(start_S, a, DOCUMENTS)
+        own, shared = bh * versions + versions, (b * G + g) * versions + versions
+        map_row = (b * G + g) * nodes + nodes
+        key, token, count, walks = 0 * a, 0 * a, 0 * a, 0 * a
+        for i in range(levels):
+            level = levels - 1 - i
+            room = versions_at(level, tiles, reach)
+            own, shared, map_row = own - room, shared - room, map_row - (tiles >> level)
+            edge = (a >> level) << level
+            if ((a >> level) % 2 == 1) & (low < edge * C):
+                version = (own + query_version(a, level, reach)) * C
+                for half in gl.static_range(2):
+                    fill(q_rings[half], q_n, q, [version + half * OWN, 0])
+                q_n += 1
+                if walks > 0:
+                    fill(map_ring, map_n, maps, [(map_row + (a >> level) - 1) * C, 0])
+                    map_n += 1
+                walks += 1
+                k_n, v_n = _load_blocks(rings, k_n, v_n, k, v, key, token, g, count)
+                lo = gl.maximum((edge - (1 << level)) * C, low)
+                row_0 = shared + key_version(edge - 1, level, reach) - (edge - 1)
+                key, token, count = row_0 * C + lo, b * T + lo, (edge * C - lo) // OWN
+                soon = gl.minimum(count, BLOCKS)
+                k_n, v_n = _load_blocks(rings, k_n, v_n, k, v, key, token, g, soon)
+                key, token, count = key + soon * OWN, token + soon * OWN, count - soon
+        k_n, v_n = _load_blocks(rings, k_n, v_n, k, v, key, token, g, count)
+        shared = ((b * G + g) * tiles + a) * C
+        fill(map_ring, map_n, XT, [shared, 0])
+        map_n += 1
+        for i in gl.static_range(2):
+            fill(v_ring, v_n + i, Y, [shared + i * OWN, 0])
+        for i in gl.static_range(2):
+            fill(k_ring, k_n + i, k_BTGK, [first + i * OWN, g * C])
+        fill(k_ring, k_n + 2, w, [shared, 0])
+        fill(v_ring, v_n + 2, w, [shared + OWN, 0])
+        k_n, v_n = k_n + 3, v_n + 3
+
+
+@gluon.jit
+def _load_blocks(rings, k_n, v_n, k, v, key, token, g, count):
+    """Blocks of keys, from row `key` on, and of their values. Returns the rings' next items."""
+    for i in range(count):
+        fill(rings[0], k_n + i, k, [key + i * OWN, 0])
+        fill(rings[1], v_n + i, v, [token + i * OWN, g * C])
+    return k_n + count, v_n + count
+
+
+@gluon.jit
+def _consume(
+    shared, scale, half: gl.constexpr, R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr
+):
+    """The queries half * OWN .. of each tile."""
+    rings, read, written, tree, sizes = shared
+    _, _, map_ring, q_rings, do_rings, _ = rings
+    _, gates, totals, start_S, lse_BHS, delta_BHS, _ = read
+    dq_versions, dq_left, _, _, _, rows_BHS, _ = written
+    tiles, levels, reach, versions, _ = tree
+    T, S, plane, heads, H, work = sizes
+    q_ring, do_ring = q_rings[half], do_rings[half]
+    k_n, v_n, map_n, q_n = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    row_Q = half * OWN + gl.arange(0, OWN, ROW)
+    for n in range(turns(work)):
+        a, bh = _taken(n, tiles, work // tiles)
+        b, h = bh // H, bh % H
+        of_head = bh.to(gl.int64) * S
+        t_Q = a * C + row_Q
+        # No weights behind the last token, whatever lies there.
+        lse_Q = gl.where(t_Q < T, gl.load(lse_BHS + of_head + t_Q) * LOG2_E, float("inf"))
+        delta_Q = gl.load(delta_BHS + of_head + t_Q)
+        start_Q, latest = 0 * t_Q, 0 * a
+        after, total, between = lse_BHS, lse_BHS, gl.cast(0.0, gl.float64)
+        low = _low(start_S, a, DOCUMENTS)
+        if GATE:
+            # In all of a query's logits are the gates from its tile's left edge to it.
+            lse_Q -= gl.load(gates + of_head + t_Q)
+            after, total = gates + 3 * plane + of_head, totals + of_head // OWN
+            between = _block_sum(total, low // OWN + 1, a * (C // OWN))
+        if DOCUMENTS:
+            start_Q = gl.load(start_S + t_Q)
+            # Only before it are keys of other documents.
+            latest = gl.load(start_S + a * C + half * OWN + OWN - 1)
+        of_rows = t_Q, lse_Q, delta_Q, start_Q
+        do_QV = take(do_ring, n)
+        sum_Q = _inside(do_QV, of_rows, a, of_head, n, v_n, half, shared, GATE)
+        v_n += 2
+
+        dq_QK = gl.zeros([OWN, C], gl.float32, WIDE)
+        own, walks = bh * versions + versions, 0 * a
+        for i in range(levels):
+            level = levels - 1 - i
+            own -= versions_at(level, tiles, reach)
+            edge = (a >> level) << level
+            if ((a >> level) % 2 == 1) & (low < edge * C):
+                if walks > 0:
+                    version = (own + query_version(a, level, reach)) * C
+                    _write(dq_versions, version + half * OWN, q_ring, q_n - 1, dq_QK)
+                    map_KK = take(map_ring, map_n)
+                    zeros_QK = gl.zeros([OWN, C], gl.float32, WIDE)
+                    dq_QK = _finely(zeros_QK, dq_QK, map_KK.permute((1, 0)))
+                    free(map_ring, map_n)
+                    map_n += 1
+                    tma.store_wait(0)
+                    free(q_ring, q_n - 1)
+                walks += 1
+                lo = gl.maximum((edge - (1 << level)) * C, low)
+                dq_QK, sum_Q, between = _walk(
+                    dq_QK, sum_Q, between, take(q_ring, q_n), do_QV, of_rows, latest, after, total,
+                    lo, edge * C, rings, k_n, v_n, GATE, DOCUMENTS,
+                )  # fmt: skip
+                k_n += (edge * C - lo) // OWN
+                v_n += (edge * C - lo) // OWN
+                q_n += 1
+        free(do_ring, n)
+        _write(dq_left, bh * S + a * C + half * OWN, q_ring, q_n + 1, dq_QK)
+        if GATE:
+            gl.store(rows_BHS + of_head + t_Q, sum_Q)
+        tma.store_wait(0)
+        free(q_ring, q_n - 1, walks > 0)
+        token_Q = (b.to(gl.int64) * T + t_Q) * heads + h
+        of_group = (b * (H // R) + h // R).to(gl.int64) * S
+        places = of_head + a * C, of_group + a * C, token_Q
+        _through_tile(dq_QK, of_rows, places, scale, a, k_n, v_n, map_n, half, shared)
+        k_n, v_n, map_n = k_n + 3, v_n + 3, map_n + 1
+
+
+@gluon.jit
+def _through_tile(dq_QK, of_rows, places, scale, a, k_n, v_n, map_n, half: gl.constexpr, shared):
+    """Writes -dM, whose M is before beta, and dq, from that at the tile's left edge and from ds
+    inside of it (triton_tile_gradients.py): as it is written there, of the columns up to the rows.
+    """
+    rings, read, written, _, sizes = shared
+    k_ring, v_ring, map_ring, _, _, _ = rings
+    _, _, _, _, _, _, beta = read
+    _, _, dlogits, dM, dq, _, _ = written
+    t_Q, _, _, start_Q = of_rows
+    of_queries, of_keys, token_Q = places
+    XT_CC = take(map_ring, map_n)
+    FINE: gl.constexpr = XT_CC.dtype
+    left_QK = dq_QK
+    for i in gl.static_range(half + 1):
+        Y_BK = take(v_ring, v_n + i)._reinterpret(FINE, [OWN, C], SWIZZLED)
+        dM_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
+        dM_QB = _finely(dM_QB, left_QK, Y_BK.permute((1, 0)))
+        for j in gl.static_range(i + 1):
+            XT_BB = XT_CC.slice(j * OWN, OWN, 0).slice(i * OWN, OWN, 1)
+            ds_QB = gl.load(dlogits + _pairs(of_queries, half, j))
+            dM_QB = _finely(dM_QB, ds_QB.to(gl.float32), XT_BB)
+        u_B = a * C + i * OWN + gl.arange(0, OWN, COLUMN)
+        upto_QB = (u_B[None, :] <= t_Q[:, None]) & (u_B[None, :] >= start_Q[:, None])
+        dM_QB = gl.where(upto_QB, dM_QB, 0.0)
+        gl.store(dM + _pairs(of_queries, half, i), (dM_QB * scale).to(dM.dtype.element_ty))
+        beta_B = gl.load(beta + of_keys + i * OWN + gl.arange(0, OWN, COLUMN))
+        ds_QB = gl.convert_layout(ds_QB.to(k_ring[0].dtype), left_operand(C))
+        dq_QK = warpgroup_mma(ds_QB, take(k_ring, k_n + i), dq_QK)
+        w_BK = take(k_ring, k_n + 2) if i == 0 else take(v_ring, v_n + 2)
+        w_BK = w_BK._reinterpret(FINE, [OWN, C], SWIZZLED)
+        dq_QK = _finely(dq_QK, dM_QB * -beta_B[None, :], w_BK)
+    free(map_ring, map_n)
+    for i in gl.static_range(3):
+        _pass(k_ring, k_n + i)
+        _pass(v_ring, v_n + i)
+    column_K = gl.arange(0, C, gl.SliceLayout(0, WIDE))
+    inside_Q = gl.convert_layout(t_Q < sizes[0], gl.SliceLayout(1, WIDE))
+    token_Q = gl.convert_layout(token_Q, gl.SliceLayout(1, WIDE))
+    out = dq + token_Q[:, None] * C + column_K[None, :]
+    gl.store(out, (dq_QK * scale).to(dq.dtype.element_ty), inside_Q[:, None])
+
+
+@gluon.jit
+def _inside(do_QV, of_rows, a, of_head, n, v_n, half: gl.constexpr, shared, GATE: gl.constexpr):
+    """The keys of the queries' own tile: writes ds, and with a gate its sums over columns; returns
+    those over rows."""
+    rings, read, written, tree, sizes = shared
+    _, v_ring, _, _, _, column_ring = rings
+    logits, gates, _, _, _, _, _ = read
+    _, _, dlogits, _, _, _, columns_PBHS = written
+    t_Q, lse_Q, delta_Q, start_Q = of_rows
+    _, _, plane, _, _, _ = sizes
+    _, levels, _, _, _ = tree
+    sum_Q = gl.zeros([OWN], gl.float32, ROW)
+    for i in gl.static_range(half + 1):
+        u_B = a * C + i * OWN + gl.arange(0, OWN, COLUMN)
+        pairs_QB = _pairs(of_head + a * C, half, i)
+        s_QB = gl.load(logits + pairs_QB).to(gl.float32) * LOG2_E
+        if GATE:
+            s_QB -= gl.load(gates + of_head + u_B)[None, :]
+        v_BV = take(v_ring, v_n + i)
+        dp_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
+        dp_QB = warpgroup_mma(do_QV, v_BV.permute((1, 0)), dp_QB, use_acc=False, is_async=True)
+        seen_QB = (u_B[None, :] <= t_Q[:, None]) & (u_B[None, :] >= start_Q[:, None])
+        p_QB = gl.exp2(gl.where(seen_QB, s_QB, float("-inf")) - lse_Q[:, None])
+        dp_QB = warpgroup_mma_wait(0, deps=[dp_QB])
+        free(v_ring, v_n + i)
+        ds_QB = p_QB * (dp_QB - delta_Q[:, None])
+        gl.store(dlogits + pairs_QB, ds_QB.to(dlogits.dtype.element_ty))
+        if GATE:
+            sum_Q += gl.sum(ds_QB, 1)
+            sum_B = gl.sum(ds_QB, 0)
+            if half == 0:
+                _pass_on(column_ring, n, sum_B)
+            else:
+                if i == 0:
+                    sum_B = take(column_ring, n).load(COLUMN) + sum_B
+                    free(column_ring, n)
+                gl.store(columns_PBHS + levels.to(gl.int64) * plane + of_head + u_B, sum_B)
+    if half == 0:
+        # These queries have no keys in the tile's second block.
+        _pass(v_ring, v_n + 1)
+    return sum_Q
+
+
+@gluon.jit
+def _pass(ring, n):
+    """Frees an item, if need be without having looked at it: but not before it is there, which
+    would free the one before it."""
+    take(ring, n)
+    free(ring, n)
+
+
+@gluon.jit
+def _pass_on(column_ring, n, sum_B):
+    """From one consumer to the other."""
+    columns, full, empty = column_ring
+    mbarrier.wait(empty.index(0), (n & 1) ^ 1)
+    columns.index(0).store(sum_B)
+    mbarrier.arrive(full.index(0))
+
+
+@gluon.jit
+def _walk(
+    dq_QK, sum_Q, between, q_QK, do_QV, of_rows, latest, after, total, lo, hi, rings, k_n, v_n,
+    GATE: gl.constexpr, DOCUMENTS: gl.constexpr,
+):  # fmt: skip
+    """The key blocks lo .. hi, all before the queries, from the first to the last.
+
+    `between` is the sum of the gates from block lo's right edge to the query tile's left edge. What
+    is taken from it on the way is exact to fp64's precision.
+    """
+    k_ring, v_ring, _, _, _, _ = rings
+    delta_Q = of_rows[2]
+    LEFT: gl.constexpr = left_operand(C)
+    count = (hi - lo) // OWN
+    gate_B, between = _gates(after, total, between, lo, GATE)
+    k_BK = take(k_ring, k_n)
+    s_QB, dp_QB = _logits(q_QK, k_BK), _logits(do_QV, take(v_ring, v_n))
+    s_QB = warpgroup_mma_wait(1, deps=[s_QB])
+    p_QB = _weights(s_QB, gate_B, lo, latest, of_rows, GATE, DOCUMENTS)
+    dp_QB = warpgroup_mma_wait(0, deps=[dp_QB])
+    free(v_ring, v_n)
+    ds_QB = p_QB * (dp_QB - delta_Q[:, None])
+    if GATE:
+        sum_Q += gl.sum(ds_QB, 1)
+    ds_QB = gl.convert_layout(ds_QB.to(k_BK.dtype), LEFT)
+    for i in range(1, count):
+        first = lo + i * OWN
+        gate_B, between = _gates(after, total, between, first, GATE)
+        next_BK = take(k_ring, k_n + i)
+        s_QB, dp_QB = _logits(q_QK, next_BK), _logits(do_QV, take(v_ring, v_n + i))
+        dq_QK = warpgroup_mma(ds_QB, k_BK, dq_QK, is_async=True)
+        s_QB = warpgroup_mma_wait(2, deps=[s_QB])
+        p_QB = _weights(s_QB, gate_B, first, latest, of_rows, GATE, DOCUMENTS)
+        dp_QB = warpgroup_mma_wait(1, deps=[dp_QB])
+        free(v_ring, v_n + i)
+        next_QB = p_QB * (dp_QB - delta_Q[:, None])
+        if GATE:
+            sum_Q += gl.sum(next_QB, 1)
+        ds_QB = gl.convert_layout(next_QB.to(k_BK.dtype), LEFT)
+        k_BK = next_BK
+        dq_QK = warpgroup_mma_wait(0, deps=[dq_QK])
+        free(k_ring, k_n + i - 1)
+    dq_QK = warpgroup_mma(ds_QB, k_BK, dq_QK)
+    free(k_ring, k_n + count - 1)
+    return dq_QK, sum_Q, between
+
+
+@gluon.jit
+def _logits(x_QK, y_BK):
+    """Begins x y^T."""
+    s_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
+    return warpgroup_mma(x_QK, y_BK.permute((1, 0)), s_QB, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _gates(after, total, between, first, GATE: gl.constexpr):
+    """The gates from a block's keys to the query tile's left edge, and `between` of the next block,
+    which may be the queries' own."""
+    column_B = gl.arange(0, OWN, COLUMN)
+    gate_B = column_B
+    if GATE:
+        gate_B = gl.load(after + first + column_B) + between.to(gl.float32)
+        between -= gl.load(total + first // OWN + 1).to(gl.float64)
+    return gate_B, between
+
+
+@gluon.jit
+def _weights(s_QB, gate_B, first, latest, of_rows, GATE: gl.constexpr, DOCUMENTS: gl.constexpr):
+    _, lse_Q, _, start_Q = of_rows
+    s_QB = s_QB * LOG2_E
+    if GATE:
+        s_QB += gate_B[None, :]
+    if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
+        if first < latest:
+            u_B = first + gl.arange(0, OWN, COLUMN)
+            s_QB = gl.where(u_B[None, :] >= start_Q[:, None], s_QB, float("-inf"))
+    return gl.exp2(s_QB - lse_Q[:, None])
+
+
+@gluon.jit
+def _pairs(first, half: gl.constexpr, i: gl.constexpr):
+    """Where a consumer's rows and the i-th block's columns of a tile [C, C] lie."""
+    row_Q = half * OWN + gl.arange(0, OWN, ROW)
+    column_B = i * OWN + gl.arange(0, OWN, COLUMN)
+    return first * C + row_Q[:, None] * C + column_B[None, :]
+
+
+@gluon.jit
+def _write(matrix, row, q_ring, n, x_QK):
+    """Begins to write rows of a matrix, through the place of a version that is done with."""
+    through = q_ring[0].index(n % 2)
+    through.store(x_QK.to(matrix.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(matrix, [row, 0], through)
+
+
+@gluon.jit
+def _finely(acc_QN, x_QK, y):
+    """acc + x y, with x in y's dtype, fp16, which is finer than bf16 but has a smaller range: for
+    the product each row is brought to about 1 by a power of 2."""
+    N: gl.constexpr = y.shape[1]
+    # Not of less than 2^-67, so that what it is added to stays in range.
+    top_Q = gl.maximum(gl.cast(gl.max(gl.abs(x_QK), 1), gl.int32, bitcast=True), 60 << 23)
+    top_Q = top_Q & (255 << 23)
+    up_Q, down_Q = gl.cast(top_Q, gl.float32, bitcast=True), (254 << 23) - top_Q
+    down_Q = gl.cast(down_Q, gl.float32, bitcast=True)
+    left_QK = gl.convert_layout((x_QK * down_Q[:, None]).to(y.dtype), left_operand(N))
+    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(N))
+    up_Q, down_Q = gl.convert_layout(up_Q, ROWS), gl.convert_layout(down_Q, ROWS)
+    return warpgroup_mma(left_QK, y, acc_QN * down_Q[:, None]) * up_Q[:, None]
+
+
+@gluon.jit
+def _low(start_S, a, DOCUMENTS: gl.constexpr):
+    """Where the first block of keys of a tile's queries starts."""
+    if DOCUMENTS:
+        return gl.load(start_S + a * C) // OWN * OWN
+    return 0 * a
+
+
+@gluon.jit
+def _block_sum(x, first, end):
+    """x[first .. end] in fp64, by each warp."""
+    lane = gl.arange(0, 256, gl.BlockedLayout([8], [32], [4], [0]))
+    sum_x = gl.zeros([256], gl.float64, gl.BlockedLayout([8], [32], [4], [0]))
+    for i in range(first, end, 256):
+        sum_x += gl.load(x + i + lane, i + lane < end, 0.0).to(gl.float64)
+    return gl.sum(sum_x, 0)
