@@ -334,6 +334,38 @@ def attend_keys(
     )
 
 
+def attend_queries(
+    piece: Piece,
+    do_BTHV: Tensor,
+    lse_BHS: Tensor,
+    delta_BHS: Tensor,
+    found: Gradients,
+    gradients: CarriedGradients | None,
+    ds: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Writes the gradients of queries, and with maps what comes with them of the tiles; with a gate
+    the sums of ds over rows, and over columns inside tiles."""
+    of_rows = do_BTHV, lse_BHS, delta_BHS
+    if gradients is not None and piece.warp_specialized and piece.layout.levels:
+        hopper_op.attend_queries(piece, *of_rows, gradients, found.q, ds)
+        return
+    operands, sizes, options = piece.arguments(piece.inputs.plan().queries)
+    carried, factors = piece.carried, piece.factors
+    of_tiles = [*[None] * 6, found.q, *[None] * 4]
+    if carried is not None and gradients is not None and factors is not None:
+        of_tiles = [piece.inputs.k, factors.w, factors.beta, carried.XT, carried.Y, carried.maps]
+        of_tiles += [found.q, gradients.q_left, gradients.q, gradients.logits, gradients.M]
+    launch_queries(
+        piece.grid(found.q.shape[2]),
+        *operands,
+        *of_rows,
+        *of_tiles,
+        *((None, None) if ds is None else ds),
+        *sizes,
+        **options,
+    )
+
+
 def attend_backward(
     piece: Piece,
     do_BTHV: Tensor,
@@ -345,21 +377,12 @@ def attend_backward(
 ) -> None:
     """Writes the gradients of a piece's inputs, but the gate's; with a gate the sums of ds over
     rows [B, H, S], and over columns in parts [parts, B, H, S]."""
-    plan, carried, gradients = piece.inputs.plan(), piece.carried, None
-    if carried is not None:
-        gradients = CarriedGradients.empty(carried)
-    rows_BHS, columns_PBHS = (None, None) if ds is None else ds
+    carried = piece.carried
+    gradients = None if carried is None else CarriedGradients.empty(carried)
     of_rows = do_BTHV, lse_BHS, delta_BHS
-
+    columns_PBHS = None if ds is None else ds[1]
     attend_keys(piece, *of_rows, less_BHS, found, gradients, columns_PBHS)
-    operands, sizes, options = piece.arguments(plan.queries)
-    of_tiles = [*[None] * 6, found.q, *[None] * 4]
-    if carried is not None and gradients is not None and piece.factors is not None:
-        w, beta = piece.factors.w, piece.factors.beta
-        of_tiles = [piece.inputs.k, w, beta, carried.XT, carried.Y, carried.maps, found.q]
-        of_tiles += [gradients.q_left, gradients.q, gradients.logits, gradients.M]
-    grid = piece.grid(found.q.shape[2])
-    launch_queries(grid, *operands, *of_rows, *of_tiles, rows_BHS, columns_PBHS, *sizes, **options)
+    attend_queries(piece, *of_rows, found, gradients, ds)
     if piece.factors is not None:
         assert carried is not None
         assert gradients is not None
