@@ -11,16 +11,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mixtron.kernels.hopper_launching import WARPS, programs
 from mixtron.kernels.hopper_tools import SWIZZLED
 from mixtron.kernels.launching import Launched
-from mixtron.kernels.path_attention.hopper_versions import (
-    hopper_key_version_kernel,
-    hopper_query_version_kernel,
-)
+from mixtron.kernels.path_attention.hopper_versions import hopper_version_kernel
 from mixtron.kernels.path_attention.triton_plan import Layout
 from mixtron.kernels.triton_tools import INTERPRETED
 
 BLOCK = 64
-launch_key_version = Launched(hopper_key_version_kernel)
-launch_query_version = Launched(hopper_query_version_kernel)
+launch_version = Launched(hopper_version_kernel)
 
 
 def takes(q_BTHK: Tensor, layout: Layout) -> bool:
@@ -45,38 +41,21 @@ def token_blocks(x_BTHK: Tensor) -> TensorDescriptor:
     return TensorDescriptor(x_BTHK, shape, strides, [BLOCK, BLOCK], SWIZZLED)
 
 
-def key_versions(
-    k_BTGK: Tensor, w: Tensor, beta: Tensor, L: Tensor, maps: Tensor, layout: Layout,
-    XT: Tensor, k_versions: Tensor,
+def versions(
+    q_BTHK: Tensor, k_BTGK: Tensor, w: Tensor, beta: Tensor, L: Tensor, Y: Tensor, maps: Tensor,
+    scale: float, layout: Layout,
+    XT: Tensor, logits: Tensor, q_versions: Tensor, k_versions: Tensor,
 ) -> None:  # fmt: skip
-    """Writes X^T [B, G, S, C] and k_versions [B, G, versions, C, K]."""
-    B, T, G, _ = k_BTGK.shape
+    """Writes X^T [B, G, S, C], logits [B, H, S, C] inside tiles, q_versions
+    [B, H, versions, C, K] and k_versions [B, G, versions, C, K]."""
+    (B, T, H, _), G, low = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype
     N = layout.tiles
-    launch_key_version(
-        (programs(k_BTGK.device, -(-N // 2) * B * G),),
-        token_blocks(k_BTGK), *map(blocks, (w, L, maps, XT.view(k_BTGK.dtype), k_versions)),
-        beta, layout.start_S, layout.end_S,
-        T, G, B * G, N, layout.levels, layout.reach, layout.versions, layout.nodes,
-        FINE=_gluon(w.dtype), DOCUMENTS=layout.start_S is not None, num_warps=WARPS,
-    )  # fmt: skip
-
-
-def query_versions(
-    q_BTHK: Tensor, k_BTGK: Tensor, w: Tensor, beta: Tensor, XT: Tensor, Y: Tensor, maps: Tensor,
-    scale: float, layout: Layout, logits: Tensor, q_versions: Tensor,
-) -> None:  # fmt: skip
-    """Writes logits [B, H, S, C] inside tiles and q_versions [B, H, versions, C, K]."""
-    (B, T, H, _), G = q_BTHK.shape, k_BTGK.shape[2]
-    N = layout.tiles
-    launch_query_version(
-        (programs(q_BTHK.device, -(-N // 2) * B * H),),
+    launch_version(
+        (programs(q_BTHK.device, -(-N // 2) * B * G),),
         token_blocks(q_BTHK), token_blocks(k_BTGK),
-        *map(blocks, (w, XT, Y, maps, logits.view(q_BTHK.dtype), q_versions)),
-        beta, layout.start_S, scale,
-        T, H, G, B * H, N, layout.levels, layout.reach, layout.versions, layout.nodes,
-        FINE=_gluon(w.dtype), DOCUMENTS=layout.start_S is not None, num_warps=WARPS,
+        *map(blocks, (w, L, Y, maps, XT, logits.view(low), q_versions, k_versions)),
+        beta, layout.start_S, layout.end_S, scale,
+        T, G, B * G, N, layout.levels, layout.reach, layout.versions, layout.nodes,
+        R=H // G, FINE=gl.float16 if w.dtype == torch.float16 else gl.float32,
+        DOCUMENTS=layout.start_S is not None, num_warps=WARPS,
     )  # fmt: skip
-
-
-def _gluon(dtype: torch.dtype) -> gl.dtype:
-    return gl.float16 if dtype == torch.float16 else gl.float32

@@ -59,8 +59,9 @@ def of_pair(pair, tiles):
 def ring(descriptor, SLOTS: gl.constexpr):
     """Room for matrices that come through descriptors of 64 x 64 boxes like this one, for two
     readers."""
-    shape: gl.constexpr = [4 * SLOTS, BLOCK, BLOCK]
-    blocks = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
+    blocks = gl.allocate_shared_memory(
+        descriptor.dtype, [4 * SLOTS, BLOCK, BLOCK], descriptor.layout
+    )
     return blocks, barriers(SLOTS, 1), barriers(SLOTS, 2)
 
 
@@ -114,14 +115,13 @@ def free(ring, n):
 
 
 @gluon.jit
-def take_rows(ring, n, HALF: gl.constexpr):
-    """Half a matrix's rows in registers; frees the matrix."""
+def take_half(ring, n, HALF: gl.constexpr):
+    """The two blocks of half its rows."""
     x_00, x_01, x_10, x_11 = take(ring, n)
     if HALF == 0:
-        x_0, x_1 = x_00.load(SQUARE), x_01.load(SQUARE)
+        x_0, x_1 = x_00, x_01
     else:
-        x_0, x_1 = x_10.load(SQUARE), x_11.load(SQUARE)
-    free(ring, n)
+        x_0, x_1 = x_10, x_11
     return x_0, x_1
 
 
@@ -131,6 +131,18 @@ def take_rows(ring, n, HALF: gl.constexpr):
 @gluon.jit
 def transposed(block):
     return block.permute((1, 0))
+
+
+@gluon.jit
+def left_block(block, DTYPE: gl.constexpr):
+    """A block as a product's left operand."""
+    return block.load(LEFT).to(DTYPE)
+
+
+@gluon.jit
+def sum_block(block):
+    """A block as what products are added to."""
+    return block.load(SQUARE).to(gl.float32)
 
 
 @gluon.jit

@@ -182,9 +182,8 @@ def carry(
         Y=Y,
     )
     if hopper_carry.takes(q_BTHK, layout):
-        hopper_carry.key_versions(k_BTGK, *vars(factors).values(), maps, layout, x.XT, x.k)
-        operands = q_BTHK, k_BTGK, w, beta, x.XT, Y, maps
-        hopper_carry.query_versions(*operands, scale, layout, x.logits, x.q)
+        operands = q_BTHK, k_BTGK, w, beta, L, Y, maps
+        hopper_carry.versions(*operands, scale, layout, x.XT, x.logits, x.q, x.k)
         return x
     options = {"K": K, "C": C, "FINE": FINE, "num_stages": 1}
     documents = {"DOCUMENTS": layout.start_S is not None}
