@@ -10,7 +10,7 @@ from mixtron.kernels.path_attention import hopper_op
 from mixtron.kernels.path_attention.triton_carry import CarriedGradients
 from mixtron.kernels.triton_tools import SHARED_MEMORY_BYTES
 from tests.helpers.interpreter import run_interpreted
-from tests.helpers.machine_code import Compiled, disassembled, instructions
+from tests.helpers.machine_code import Compiled, disassembled, instructions, unset_addresses
 from tests.kernels.test_hopper_forward import piece
 
 CHECK = """
@@ -122,6 +122,22 @@ def walks(text):
     return found
 
 
+def overwritten(text):
+    """Instructions that write a register which a product in flight reads: one taken from registers,
+    until all products have been waited for."""
+    flying, found = set(), []
+    for line in text.splitlines():
+        if product := re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", line):
+            flying |= set(range(int(product[1]), int(product[1]) + 4))
+        elif re.search(r"WARPGROUP.DEPBAR.*0x0 ;", line):
+            flying = set()
+        elif written := re.search(r"\*/\s+(?:@!?U?P\w+ )?(?!ST)([A-Z]\S*) R(\d+)", line):
+            width = 4 if "128" in written[1] else 2 if re.search("64|WIDE|CS2R", written[1]) else 1
+            if flying & set(range(int(written[2]), int(written[2]) + width)):
+                found.append(line.strip())
+    return found
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_machine_code(gated, packed, monkeypatch, tmp_path):
@@ -141,6 +157,8 @@ def test_the_machine_code(gated, packed, monkeypatch, tmp_path):
     assert instructions(text)["HGMMA"] == 2 * (8 + 8 + 4 + 4 + 8) + 4 + 8
     # Products that ptxas does not dare to overlap are waited for one by one.
     assert text.count("WARPGROUP.DEPBAR") == 2 * (3 + 1) + 1 + 2
+    assert not overwritten(text)
+    assert not unset_addresses(text)
     assert len(walks(text)) == 2
     for body in walks(text):
         found = instructions(body)
