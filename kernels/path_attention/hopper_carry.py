@@ -13,17 +13,9 @@ from mixtron.kernels.hopper_tools import SWIZZLED
 from mixtron.kernels.launching import Launched
 from mixtron.kernels.path_attention.hopper_versions import hopper_version_kernel
 from mixtron.kernels.path_attention.triton_plan import Layout
-from mixtron.kernels.triton_tools import INTERPRETED
 
 BLOCK = 64
 launch_version = Launched(hopper_version_kernel)
-
-
-def takes(q_BTHK: Tensor, layout: Layout) -> bool:
-    """Whether these kernels are for such queries and where they lie."""
-    if INTERPRETED or not q_BTHK.is_cuda or not q_BTHK.shape[3] == layout.tile == 128:
-        return False
-    return torch.cuda.get_device_capability(q_BTHK.device) == (9, 0)
 
 
 def blocks(x: Tensor) -> TensorDescriptor:

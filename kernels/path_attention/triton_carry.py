@@ -18,7 +18,7 @@ from mixtron.kernels.path_attention.triton_maps import (
     node_kernel,
     query_version_kernel,
 )
-from mixtron.kernels.path_attention.triton_plan import Layout
+from mixtron.kernels.path_attention.triton_plan import Layout, warp_specialized
 from mixtron.kernels.path_attention.triton_tile_gradients import (
     tile_gradient_kernel,
 )
@@ -181,7 +181,7 @@ def carry(
         XT=new(G, S, C),
         Y=Y,
     )
-    if hopper_carry.takes(q_BTHK, layout):
+    if warp_specialized(q_BTHK.device, K, K):
         operands = q_BTHK, k_BTGK, w, beta, L, Y, maps
         hopper_carry.versions(*operands, scale, layout, x.XT, x.logits, x.q, x.k)
         return x
