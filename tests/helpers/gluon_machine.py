@@ -219,9 +219,10 @@ class Shared:
         return self._view(lambda x: x.permute(*order))
 
     def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> "Shared":
-        """As another dtype of the same size; as other shapes too on a GPU, but not here."""
-        check(list(shape) == list(self.shape), f"{self.name}: {self.shape} taken for {shape}")
-        return Shared(self.name, [self.data.view(dtype_of(dtype)), *self.planes[1:]])
+        """As another dtype of the same size, or in other shapes, through which nothing may be read
+        that has been written in these: where the entries would lie is not emulated."""
+        shaped = self.reshape([int(n) for n in shape])
+        return Shared(self.name, [shaped.data.view(dtype_of(dtype)), *shaped.planes[1:]])
 
     def reshape(self, shape: Sequence[int]) -> "Shared":
         return self._view(lambda x: x.view(*shape))
