@@ -1,4 +1,5 @@
-"""Launches what carries queries and keys on Hopper (hopper_*.py) in place of Triton's kernels."""
+"""Launches what carries queries and keys on Hopper, and its gradient inside tiles (hopper_*.py), in
+place of Triton's kernels."""
 
 # Launches take keywords that the kernels' signatures do not have.
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -8,14 +9,16 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mixtron.kernels.hopper_launching import WARPS, programs
+from mixtron.kernels.hopper_launching import WARPS, head_boxes, programs, row_boxes
 from mixtron.kernels.hopper_tools import SWIZZLED
 from mixtron.kernels.launching import Launched
+from mixtron.kernels.path_attention.hopper_tile_gradients import hopper_tile_gradient_kernel
 from mixtron.kernels.path_attention.hopper_versions import hopper_version_kernel
 from mixtron.kernels.path_attention.triton_plan import Layout
 
 BLOCK = 64
 launch_version = Launched(hopper_version_kernel)
+launch_tile_gradient = Launched(hopper_tile_gradient_kernel)
 
 
 def blocks(x: Tensor) -> TensorDescriptor:
@@ -48,6 +51,37 @@ def versions(
         *map(blocks, (w, L, Y, maps, XT, logits.view(low), q_versions, k_versions)),
         beta, layout.start_S, layout.end_S, scale,
         T, G, B * G, N, layout.levels, layout.reach, layout.versions, layout.nodes,
-        R=H // G, FINE=gl.float16 if w.dtype == torch.float16 else gl.float32,
+        R=H // G, FINE=_fine(w),
         DOCUMENTS=layout.start_S is not None, num_warps=WARPS,
     )  # fmt: skip
+
+
+def tile_gradients(
+    q_BTHK: Tensor, k_BTHK: Tensor, w: Tensor, beta: Tensor, L: Tensor, XT: Tensor, Y: Tensor,
+    dlogits: Tensor, dM: Tensor, dq_left: Tensor, dk_right: Tensor, dmaps: Tensor,
+    scale: float, layout: Layout,
+    dk: Tensor, dw: Tensor, dbeta: Tensor,
+) -> None:  # fmt: skip
+    """Writes dk to dbeta, laid out like the op's inputs."""
+    (B, T, H, _), low = q_BTHK.shape, q_BTHK.dtype
+    work = layout.tiles * B * H
+
+    def rows(x: Tensor) -> TensorDescriptor:
+        return row_boxes(x.view(low), BLOCK)
+
+    def triangles(x: Tensor) -> TensorDescriptor:
+        return blocks(x.view(low))
+
+    launch_tile_gradient(
+        (programs(q_BTHK.device, work),),
+        head_boxes(q_BTHK, BLOCK), head_boxes(k_BTHK, BLOCK),
+        rows(w), triangles(L), triangles(XT), rows(Y),
+        triangles(dlogits), triangles(dM), rows(dq_left), rows(dk_right), row_boxes(dmaps, 128),
+        beta, layout.start_S, dk, dw, dbeta, scale,
+        T, layout.S, layout.heads, H, layout.nodes, work,
+        FINE=_fine(w), DOCUMENTS=layout.start_S is not None, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _fine(w: Tensor) -> gl.dtype:
+    return gl.float16 if w.dtype == torch.float16 else gl.float32

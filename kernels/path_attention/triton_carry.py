@@ -231,6 +231,10 @@ def carry_gradients(
     options = sizes | {"R": H // G, "DOCUMENTS": start_S is not None}
     of_queries = T, layout.S, layout.heads, H
     dmaps = _map_gradients(x, d, layout, H)
+    if H == G and warp_specialized(q_BTHK.device, K, K):
+        operands = w, beta, L, x.XT, x.Y, d.logits, d.M, d.q_left, d.k_right, dmaps
+        hopper_carry.tile_gradients(q_BTHK, k_BTGK, *operands, scale, layout, dk, dw, dbeta)
+        return
     launch_tile_gradient(
         (N, B * G),
         q_BTHK, k_BTGK, w, beta, start_S, L, x.XT, x.Y, d.logits, d.M, d.q_left, d.k_right, dmaps,
