@@ -45,6 +45,7 @@ other products; beta is put to dA instead, before that is rounded.
 
 # Descriptors and barriers are for Gluon's compiler alone.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

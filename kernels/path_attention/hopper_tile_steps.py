@@ -2,7 +2,7 @@
 shared memory meanwhile."""
 
 # Descriptors and barriers are for Gluon's compiler alone.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportPossiblyUnbound=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
