@@ -17,15 +17,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from mixtron.kernels.hopper_tools import (
-    SWIZZLED,
-    accumulator,
     barriers,
     fill,
     free,
@@ -34,26 +31,28 @@ from mixtron.kernels.hopper_tools import (
     take,
     turns,
 )
+from mixtron.kernels.path_attention.hopper_backward import _block_sum
 from mixtron.kernels.path_attention.hopper_forward import _taken
+from mixtron.kernels.path_attention.hopper_query_tile import (
+    COLUMN,
+    LOG2_E,
+    OWN,
+    PAIRS,
+    ROW,
+    WIDE,
+    C,
+    finely,
+    inside_tile,
+    through_tile,
+)
 from mixtron.kernels.path_attention.triton_tree import (
     key_version,
     query_version,
     versions_at,
 )
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-C = gl.constexpr(128)
-"""Tokens of a tile; also K and V."""
-OWN = gl.constexpr(64)
-"""Queries of a consumer, and keys of a block."""
 BLOCKS = gl.constexpr(3)
 """In shared memory."""
-PAIRS = gl.constexpr(accumulator(64))
-"""Of [OWN, OWN] in registers."""
-WIDE = gl.constexpr(accumulator(128))
-"""Of [OWN, C]."""
-ROW = gl.constexpr(gl.SliceLayout(1, PAIRS))
-COLUMN = gl.constexpr(gl.SliceLayout(0, PAIRS))
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 VARYING = ("T", "S", "tiles", "levels", "reach", "versions", "nodes", "plane", "heads", "H", "work")
 
@@ -235,7 +234,7 @@ def _consume(
             latest = gl.load(start_S + a * C + half * OWN + OWN - 1)
         of_rows = t_Q, lse_Q, delta_Q, start_Q
         do_QV = take(do_ring, n)
-        sum_Q = _inside(do_QV, of_rows, a, of_head, n, v_n, half, shared, GATE)
+        sum_Q = inside_tile(do_QV, of_rows, a, of_head, n, v_n, half, shared, GATE)
         v_n += 2
 
         dq_QK = gl.zeros([OWN, C], gl.float32, WIDE)
@@ -250,7 +249,7 @@ def _consume(
                     _write(dq_versions, version + half * OWN, q_ring, q_n - 1, dq_QK)
                     map_KK = take(map_ring, map_n)
                     zeros_QK = gl.zeros([OWN, C], gl.float32, WIDE)
-                    dq_QK = _finely(zeros_QK, dq_QK, map_KK.permute((1, 0)))
+                    dq_QK = finely(zeros_QK, dq_QK, map_KK.permute((1, 0)))
                     free(map_ring, map_n)
                     map_n += 1
                     tma.store_wait(0)
@@ -273,111 +272,8 @@ def _consume(
         token_Q = (b.to(gl.int64) * T + t_Q) * heads + h
         of_group = (b * (H // R) + h // R).to(gl.int64) * S
         places = of_head + a * C, of_group + a * C, token_Q
-        _through_tile(dq_QK, of_rows, places, scale, a, k_n, v_n, map_n, half, shared)
+        through_tile(dq_QK, of_rows, places, scale, a, k_n, v_n, map_n, half, shared)
         k_n, v_n, map_n = k_n + 3, v_n + 3, map_n + 1
-
-
-@gluon.jit
-def _through_tile(dq_QK, of_rows, places, scale, a, k_n, v_n, map_n, half: gl.constexpr, shared):
-    """Writes -dM, whose M is before beta, and dq, from that at the tile's left edge and from ds
-    inside of it (triton_tile_gradients.py): as it is written there, of the columns up to the rows.
-    """
-    rings, read, written, _, sizes = shared
-    k_ring, v_ring, map_ring, _, _, _ = rings
-    _, _, _, _, _, _, beta = read
-    _, _, dlogits, dM, dq, _, _ = written
-    t_Q, _, _, start_Q = of_rows
-    of_queries, of_keys, token_Q = places
-    XT_CC = take(map_ring, map_n)
-    FINE: gl.constexpr = XT_CC.dtype
-    left_QK = dq_QK
-    for i in gl.static_range(half + 1):
-        Y_BK = take(v_ring, v_n + i)._reinterpret(FINE, [OWN, C], SWIZZLED)
-        dM_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
-        dM_QB = _finely(dM_QB, left_QK, Y_BK.permute((1, 0)))
-        for j in gl.static_range(i + 1):
-            XT_BB = XT_CC.slice(j * OWN, OWN, 0).slice(i * OWN, OWN, 1)
-            ds_QB = gl.load(dlogits + _pairs(of_queries, half, j))
-            dM_QB = _finely(dM_QB, ds_QB.to(gl.float32), XT_BB)
-        u_B = a * C + i * OWN + gl.arange(0, OWN, COLUMN)
-        upto_QB = (u_B[None, :] <= t_Q[:, None]) & (u_B[None, :] >= start_Q[:, None])
-        dM_QB = gl.where(upto_QB, dM_QB, 0.0)
-        gl.store(dM + _pairs(of_queries, half, i), (dM_QB * scale).to(dM.dtype.element_ty))
-        beta_B = gl.load(beta + of_keys + i * OWN + gl.arange(0, OWN, COLUMN))
-        ds_QB = gl.convert_layout(ds_QB.to(k_ring[0].dtype), left_operand(C))
-        dq_QK = warpgroup_mma(ds_QB, take(k_ring, k_n + i), dq_QK)
-        w_BK = take(k_ring, k_n + 2) if i == 0 else take(v_ring, v_n + 2)
-        w_BK = w_BK._reinterpret(FINE, [OWN, C], SWIZZLED)
-        dq_QK = _finely(dq_QK, dM_QB * -beta_B[None, :], w_BK)
-    free(map_ring, map_n)
-    for i in gl.static_range(3):
-        _pass(k_ring, k_n + i)
-        _pass(v_ring, v_n + i)
-    column_K = gl.arange(0, C, gl.SliceLayout(0, WIDE))
-    inside_Q = gl.convert_layout(t_Q < sizes[0], gl.SliceLayout(1, WIDE))
-    token_Q = gl.convert_layout(token_Q, gl.SliceLayout(1, WIDE))
-    out = dq + token_Q[:, None] * C + column_K[None, :]
-    gl.store(out, (dq_QK * scale).to(dq.dtype.element_ty), inside_Q[:, None])
-
-
-@gluon.jit
-def _inside(do_QV, of_rows, a, of_head, n, v_n, half: gl.constexpr, shared, GATE: gl.constexpr):
-    """The keys of the queries' own tile: writes ds, and with a gate its sums over columns; returns
-    those over rows."""
-    rings, read, written, tree, sizes = shared
-    _, v_ring, _, _, _, column_ring = rings
-    logits, gates, _, _, _, _, _ = read
-    _, _, dlogits, _, _, _, columns_PBHS = written
-    t_Q, lse_Q, delta_Q, start_Q = of_rows
-    _, _, plane, _, _, _ = sizes
-    _, levels, _, _, _ = tree
-    sum_Q = gl.zeros([OWN], gl.float32, ROW)
-    for i in gl.static_range(half + 1):
-        u_B = a * C + i * OWN + gl.arange(0, OWN, COLUMN)
-        pairs_QB = _pairs(of_head + a * C, half, i)
-        s_QB = gl.load(logits + pairs_QB).to(gl.float32) * LOG2_E
-        if GATE:
-            s_QB -= gl.load(gates + of_head + u_B)[None, :]
-        v_BV = take(v_ring, v_n + i)
-        dp_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
-        dp_QB = warpgroup_mma(do_QV, v_BV.permute((1, 0)), dp_QB, use_acc=False, is_async=True)
-        seen_QB = (u_B[None, :] <= t_Q[:, None]) & (u_B[None, :] >= start_Q[:, None])
-        p_QB = gl.exp2(gl.where(seen_QB, s_QB, float("-inf")) - lse_Q[:, None])
-        dp_QB = warpgroup_mma_wait(0, deps=[dp_QB])
-        free(v_ring, v_n + i)
-        ds_QB = p_QB * (dp_QB - delta_Q[:, None])
-        gl.store(dlogits + pairs_QB, ds_QB.to(dlogits.dtype.element_ty))
-        if GATE:
-            sum_Q += gl.sum(ds_QB, 1)
-            sum_B = gl.sum(ds_QB, 0)
-            if half == 0:
-                _pass_on(column_ring, n, sum_B)
-            else:
-                if i == 0:
-                    sum_B = take(column_ring, n).load(COLUMN) + sum_B
-                    free(column_ring, n)
-                gl.store(columns_PBHS + levels.to(gl.int64) * plane + of_head + u_B, sum_B)
-    if half == 0:
-        # These queries have no keys in the tile's second block.
-        _pass(v_ring, v_n + 1)
-    return sum_Q
-
-
-@gluon.jit
-def _pass(ring, n):
-    """Frees an item, if need be without having looked at it: but not before it is there, which
-    would free the one before it."""
-    take(ring, n)
-    free(ring, n)
-
-
-@gluon.jit
-def _pass_on(column_ring, n, sum_B):
-    """From one consumer to the other."""
-    columns, full, empty = column_ring
-    mbarrier.wait(empty.index(0), (n & 1) ^ 1)
-    columns.index(0).store(sum_B)
-    mbarrier.arrive(full.index(0))
 
 
 @gluon.jit
@@ -460,14 +356,6 @@ def _weights(s_QB, gate_B, first, latest, of_rows, GATE: gl.constexpr, DOCUMENTS
 
 
 @gluon.jit
-def _pairs(first, half: gl.constexpr, i: gl.constexpr):
-    """Where a consumer's rows and the i-th block's columns of a tile [C, C] lie."""
-    row_Q = half * OWN + gl.arange(0, OWN, ROW)
-    column_B = i * OWN + gl.arange(0, OWN, COLUMN)
-    return first * C + row_Q[:, None] * C + column_B[None, :]
-
-
-@gluon.jit
 def _write(matrix, row, q_ring, n, x_QK):
     """Begins to write rows of a matrix, through the place of a version that is done with."""
     through = q_ring[0].index(n % 2)
@@ -477,34 +365,8 @@ def _write(matrix, row, q_ring, n, x_QK):
 
 
 @gluon.jit
-def _finely(acc_QN, x_QK, y):
-    """acc + x y, with x in y's dtype, fp16, which is finer than bf16 but has a smaller range: for
-    the product each row is brought to about 1 by a power of 2."""
-    N: gl.constexpr = y.shape[1]
-    # Not of less than 2^-67, so that what it is added to stays in range.
-    top_Q = gl.maximum(gl.cast(gl.max(gl.abs(x_QK), 1), gl.int32, bitcast=True), 60 << 23)
-    top_Q = top_Q & (255 << 23)
-    up_Q, down_Q = gl.cast(top_Q, gl.float32, bitcast=True), (254 << 23) - top_Q
-    down_Q = gl.cast(down_Q, gl.float32, bitcast=True)
-    left_QK = gl.convert_layout((x_QK * down_Q[:, None]).to(y.dtype), left_operand(N))
-    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(N))
-    up_Q, down_Q = gl.convert_layout(up_Q, ROWS), gl.convert_layout(down_Q, ROWS)
-    return warpgroup_mma(left_QK, y, acc_QN * down_Q[:, None]) * up_Q[:, None]
-
-
-@gluon.jit
 def _low(start_S, a, DOCUMENTS: gl.constexpr):
     """Where the first block of keys of a tile's queries starts."""
     if DOCUMENTS:
         return gl.load(start_S + a * C) // OWN * OWN
     return 0 * a
-
-
-@gluon.jit
-def _block_sum(x, first, end):
-    """x[first .. end] in fp64, by each warp."""
-    lane = gl.arange(0, 256, gl.BlockedLayout([8], [32], [4], [0]))
-    sum_x = gl.zeros([256], gl.float64, gl.BlockedLayout([8], [32], [4], [0]))
-    for i in range(first, end, 256):
-        sum_x += gl.load(x + i + lane, i + lane < end, 0.0).to(gl.float64)
-    return gl.sum(sum_x, 0)

@@ -104,9 +104,8 @@ def test_it_equals_the_triton_form():
     ]
 
 
-def walks(text):
-    """The instructions of the loops over blocks of queries: the innermost ones with a block's four
-    products."""
+def walks(text, products=8 + 8 + 4 + 4):
+    """The instructions of the loops over blocks: the innermost ones with a block's products."""
     labels, lines, found, begin = {}, [], [], -1
     for line in text.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
@@ -116,7 +115,7 @@ def walks(text):
             target = re.search(r"BRA.*(\.L_x_\d+)", line)
             first = labels.get(target[1], -1) if target else -1
             body = "\n".join(lines[first:])
-            if first > begin and instructions(body)["HGMMA"] == 8 + 8 + 4 + 4:
+            if first > begin and instructions(body)["HGMMA"] == products:
                 found.append(body)
                 begin = first
     return found

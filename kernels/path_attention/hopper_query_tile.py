@@ -1,0 +1,158 @@
+"""A tile's own part of the gradient of queries on Hopper (hopper_query_backward.py): ds of its
+keys, and the way of dq from the tile's left edge to the queries (triton_tile_gradients.py).
+
+Rows of dq need rows of ds alone, so a consumer has all it needs; and what is not in memory, upper
+right quarters of ds and dM and the lower left one of X^T, is left out in blocks of 64.
+"""
+
+# Descriptors and barriers are for Gluon's compiler alone.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mixtron.kernels.hopper_tools import SWIZZLED, accumulator, free, left_operand, take
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+C = gl.constexpr(128)
+"""Tokens of a tile; also K and V."""
+OWN = gl.constexpr(64)
+"""Queries of a consumer, and keys of a block."""
+PAIRS = gl.constexpr(accumulator(64))
+"""Of [OWN, OWN] in registers."""
+WIDE = gl.constexpr(accumulator(128))
+"""Of [OWN, C]."""
+ROW = gl.constexpr(gl.SliceLayout(1, PAIRS))
+COLUMN = gl.constexpr(gl.SliceLayout(0, PAIRS))
+
+
+@gluon.jit
+def inside_tile(do_QV, of_rows, a, of_head, n, v_n, half: gl.constexpr, shared, GATE: gl.constexpr):
+    """The keys of the queries' own tile: writes ds, and with a gate its sums over columns; returns
+    those over rows."""
+    rings, read, written, tree, sizes = shared
+    _, v_ring, _, _, _, column_ring = rings
+    logits, gates, _, _, _, _, _ = read
+    _, _, dlogits, _, _, _, columns_PBHS = written
+    t_Q, lse_Q, delta_Q, start_Q = of_rows
+    _, _, plane, _, _, _ = sizes
+    _, levels, _, _, _ = tree
+    sum_Q = gl.zeros([OWN], gl.float32, ROW)
+    for i in gl.static_range(half + 1):
+        u_B = a * C + i * OWN + gl.arange(0, OWN, COLUMN)
+        pairs_QB = _pairs(of_head + a * C, half, i)
+        s_QB = gl.load(logits + pairs_QB).to(gl.float32) * LOG2_E
+        if GATE:
+            s_QB -= gl.load(gates + of_head + u_B)[None, :]
+        v_BV = take(v_ring, v_n + i)
+        dp_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
+        dp_QB = warpgroup_mma(do_QV, v_BV.permute((1, 0)), dp_QB, use_acc=False, is_async=True)
+        seen_QB = (u_B[None, :] <= t_Q[:, None]) & (u_B[None, :] >= start_Q[:, None])
+        p_QB = gl.exp2(gl.where(seen_QB, s_QB, float("-inf")) - lse_Q[:, None])
+        dp_QB = warpgroup_mma_wait(0, deps=[dp_QB])
+        free(v_ring, v_n + i)
+        ds_QB = p_QB * (dp_QB - delta_Q[:, None])
+        gl.store(dlogits + pairs_QB, ds_QB.to(dlogits.dtype.element_ty))
+        if GATE:
+            sum_Q += gl.sum(ds_QB, 1)
+            sum_B = gl.sum(ds_QB, 0)
+            if half == 0:
+                _pass_on(column_ring, n, sum_B)
+            else:
+                if i == 0:
+                    sum_B = take(column_ring, n).load(COLUMN) + sum_B
+                    free(column_ring, n)
+                gl.store(columns_PBHS + levels.to(gl.int64) * plane + of_head + u_B, sum_B)
+    if half == 0:
+        # These queries have no keys in the tile's second block.
+        _pass(v_ring, v_n + 1)
+    return sum_Q
+
+
+@gluon.jit
+def _pass(ring, n):
+    """Frees an item, if need be without having looked at it: but not before it is there, which
+    would free the one before it."""
+    take(ring, n)
+    free(ring, n)
+
+
+@gluon.jit
+def _pass_on(column_ring, n, sum_B):
+    """From one consumer to the other."""
+    columns, full, empty = column_ring
+    mbarrier.wait(empty.index(0), (n & 1) ^ 1)
+    columns.index(0).store(sum_B)
+    mbarrier.arrive(full.index(0))
+
+
+@gluon.jit
+def through_tile(dq_QK, of_rows, places, scale, a, k_n, v_n, map_n, half: gl.constexpr, shared):
+    """Writes -dM, whose M is before beta, and dq, from that at the tile's left edge and from ds
+    inside of it (triton_tile_gradients.py): as it is written there, of the columns up to the rows.
+    """
+    rings, read, written, _, sizes = shared
+    k_ring, v_ring, map_ring, _, _, _ = rings
+    _, _, _, _, _, _, beta = read
+    _, _, dlogits, dM, dq, _, _ = written
+    t_Q, _, _, start_Q = of_rows
+    of_queries, of_keys, token_Q = places
+    XT_CC = take(map_ring, map_n)
+    FINE: gl.constexpr = XT_CC.dtype
+    left_QK = dq_QK
+    for i in gl.static_range(half + 1):
+        Y_BK = take(v_ring, v_n + i)._reinterpret(FINE, [OWN, C], SWIZZLED)
+        dM_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
+        dM_QB = finely(dM_QB, left_QK, Y_BK.permute((1, 0)))
+        for j in gl.static_range(i + 1):
+            XT_BB = XT_CC.slice(j * OWN, OWN, 0).slice(i * OWN, OWN, 1)
+            ds_QB = gl.load(dlogits + _pairs(of_queries, half, j))
+            dM_QB = finely(dM_QB, ds_QB.to(gl.float32), XT_BB)
+        u_B = a * C + i * OWN + gl.arange(0, OWN, COLUMN)
+        upto_QB = (u_B[None, :] <= t_Q[:, None]) & (u_B[None, :] >= start_Q[:, None])
+        dM_QB = gl.where(upto_QB, dM_QB, 0.0)
+        gl.store(dM + _pairs(of_queries, half, i), (dM_QB * scale).to(dM.dtype.element_ty))
+        beta_B = gl.load(beta + of_keys + i * OWN + gl.arange(0, OWN, COLUMN))
+        ds_QB = gl.convert_layout(ds_QB.to(k_ring[0].dtype), left_operand(C))
+        dq_QK = warpgroup_mma(ds_QB, take(k_ring, k_n + i), dq_QK)
+        w_BK = take(k_ring, k_n + 2) if i == 0 else take(v_ring, v_n + 2)
+        w_BK = w_BK._reinterpret(FINE, [OWN, C], SWIZZLED)
+        dq_QK = finely(dq_QK, dM_QB * -beta_B[None, :], w_BK)
+    free(map_ring, map_n)
+    for i in gl.static_range(3):
+        _pass(k_ring, k_n + i)
+        _pass(v_ring, v_n + i)
+    column_K = gl.arange(0, C, gl.SliceLayout(0, WIDE))
+    inside_Q = gl.convert_layout(t_Q < sizes[0], gl.SliceLayout(1, WIDE))
+    token_Q = gl.convert_layout(token_Q, gl.SliceLayout(1, WIDE))
+    out = dq + token_Q[:, None] * C + column_K[None, :]
+    gl.store(out, (dq_QK * scale).to(dq.dtype.element_ty), inside_Q[:, None])
+
+
+@gluon.jit
+def _pairs(first, half: gl.constexpr, i: gl.constexpr):
+    """Where a consumer's rows and the i-th block's columns of a tile [C, C] lie."""
+    row_Q = half * OWN + gl.arange(0, OWN, ROW)
+    column_B = i * OWN + gl.arange(0, OWN, COLUMN)
+    return first * C + row_Q[:, None] * C + column_B[None, :]
+
+
+@gluon.jit
+def finely(acc_QN, x_QK, y):
+    """acc + x y, with x in y's dtype, fp16, which is finer than bf16 but has a smaller range: for
+    the product each row is brought to about 1 by a power of 2."""
+    N: gl.constexpr = y.shape[1]
+    # Not of less than 2^-67, so that what it is added to stays in range.
+    top_Q = gl.maximum(gl.cast(gl.max(gl.abs(x_QK), 1), gl.int32, bitcast=True), 60 << 23)
+    top_Q = top_Q & (255 << 23)
+    up_Q, down_Q = gl.cast(top_Q, gl.float32, bitcast=True), (254 << 23) - top_Q
+    down_Q = gl.cast(down_Q, gl.float32, bitcast=True)
+    left_QK = gl.convert_layout((x_QK * down_Q[:, None]).to(y.dtype), left_operand(N))
+    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(N))
+    up_Q, down_Q = gl.convert_layout(up_Q, ROWS), gl.convert_layout(down_Q, ROWS)
+    return warpgroup_mma(left_QK, y, acc_QN * down_Q[:, None]) * up_Q[:, None]
