@@ -5,13 +5,14 @@ A producer loads what the others read, in its order and ahead of it, also across
 and from one tile of queries to the next. Two consumers own 64 of the tile's 128 queries each. While
 one makes ds of a block, the tensor cores work for the other.
 
-In shared memory, in KiB: queries' versions 2 x 32, of which one serves to write dq; do 32; a map
-32; blocks of keys and values 3 x 32. At a tile's end the map's place holds X^T, that of the blocks
-the rest of what the way through the tile takes.
+In shared memory, in KiB: queries' versions 2 x 32, of which one serves to write dq; a map 32;
+blocks of keys and values 4 x 32. A tile's do comes first, in the place of keys, and goes to
+registers. At a tile's end the map's place holds X^T, and that of blocks the rest of what the way
+through the tile takes.
 """
 
 # Descriptors and barriers are for Gluon's compiler alone.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -43,6 +44,7 @@ from mixtron.kernels.path_attention.hopper_query_tile import (
     C,
     finely,
     inside_tile,
+    pass_by,
     through_tile,
 )
 from mixtron.kernels.path_attention.triton_tree import (
@@ -51,8 +53,9 @@ from mixtron.kernels.path_attention.triton_tree import (
     versions_at,
 )
 
-BLOCKS = gl.constexpr(3)
+BLOCKS = gl.constexpr(4)
 """In shared memory."""
+WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 VARYING = ("T", "S", "tiles", "levels", "reach", "versions", "nodes", "plane", "heads", "H", "work")
 
@@ -104,14 +107,12 @@ def hopper_query_kernel(
     all heads), in boxes of 64 rows, of maps and XT of 128. `work` is the number of tiles of all
     heads, of which each program takes some. The rest as in triton_query_backward.py.
     """
-    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    columns = gl.allocate_shared_memory(gl.float32, [1, OWN], words)
+    columns = gl.allocate_shared_memory(gl.float32, [1, OWN], WORDS)
     rings = (
         ring(k, BLOCKS, 2),
         ring(v, BLOCKS, 2),
         ring(maps, 1, 2),
         (ring(q, 2, 1), ring(q, 2, 1)),
-        (ring(do, 1, 1), ring(do, 1, 1)),
         (columns, barriers(1, 1), barriers(1, 1)),
     )
     fence_async_shared()
@@ -136,7 +137,7 @@ def hopper_query_kernel(
 def _produce(rings, operands, start_S, tree, sizes, R: gl.constexpr, DOCUMENTS: gl.constexpr):
     """Loads each tile's operands. A version and its map come after the first blocks of the walk
     before: by then what they overwrite is not in use any more."""
-    k_ring, v_ring, map_ring, q_rings, do_rings, _ = rings
+    k_ring, v_ring, map_ring, q_rings, _ = rings
     q, k, v, do, maps, k_BTGK, w, XT, Y = operands
     tiles, levels, reach, versions, nodes = tree
     T, _, _, _, H, work = sizes
@@ -146,11 +147,10 @@ def _produce(rings, operands, start_S, tree, sizes, R: gl.constexpr, DOCUMENTS: 
         b, h = bh // H, bh % H
         g, G = h // R, H // R
         first = b * T + a * C
-        for half in gl.static_range(2):
-            fill(do_rings[half], n, do, [first + half * OWN, h * C])
         for i in gl.static_range(2):
+            fill(k_ring, k_n + i, do, [first + i * OWN, h * C])
             fill(v_ring, v_n + i, v, [first + i * OWN, g * C])
-        v_n += 2
+        k_n, v_n = k_n + 2, v_n + 2
         low = _low(start_S, a, DOCUMENTS)
         own, shared = bh * versions + versions, (b * G + g) * versions + versions
         map_row = (b * G + g) * nodes + nodes
@@ -204,12 +204,12 @@ def _consume(
 ):
     """The queries half * OWN .. of each tile."""
     rings, read, written, tree, sizes = shared
-    _, _, map_ring, q_rings, do_rings, _ = rings
+    k_ring, _, map_ring, q_rings, _ = rings
     _, gates, totals, start_S, lse_BHS, delta_BHS, _ = read
     dq_versions, dq_left, _, _, _, rows_BHS, _ = written
     tiles, levels, reach, versions, _ = tree
     T, S, plane, heads, H, work = sizes
-    q_ring, do_ring = q_rings[half], do_rings[half]
+    q_ring = q_rings[half]
     k_n, v_n, map_n, q_n = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     row_Q = half * OWN + gl.arange(0, OWN, ROW)
     for n in range(turns(work)):
@@ -233,9 +233,12 @@ def _consume(
             # Only before it are keys of other documents.
             latest = gl.load(start_S + a * C + half * OWN + OWN - 1)
         of_rows = t_Q, lse_Q, delta_Q, start_Q
-        do_QV = take(do_ring, n)
+        # In registers, because products of 64 x 64 from shared memory alone read all that it gives.
+        do_QV = take(k_ring, k_n + half).load(left_operand(OWN))
+        for i in gl.static_range(2):
+            pass_by(k_ring, k_n + i)
         sum_Q = inside_tile(do_QV, of_rows, a, of_head, n, v_n, half, shared, GATE)
-        v_n += 2
+        k_n, v_n = k_n + 2, v_n + 2
 
         dq_QK = gl.zeros([OWN, C], gl.float32, WIDE)
         own, walks = bh * versions + versions, 0 * a
@@ -263,7 +266,6 @@ def _consume(
                 k_n += (edge * C - lo) // OWN
                 v_n += (edge * C - lo) // OWN
                 q_n += 1
-        free(do_ring, n)
         _write(dq_left, bh * S + a * C + half * OWN, q_ring, q_n + 1, dq_QK)
         if GATE:
             gl.store(rows_BHS + of_head + t_Q, sum_Q)
@@ -286,7 +288,7 @@ def _walk(
     `between` is the sum of the gates from block lo's right edge to the query tile's left edge. What
     is taken from it on the way is exact to fp64's precision.
     """
-    k_ring, v_ring, _, _, _, _ = rings
+    k_ring, v_ring, _, _, _ = rings
     delta_Q = of_rows[2]
     LEFT: gl.constexpr = left_operand(C)
     count = (hi - lo) // OWN

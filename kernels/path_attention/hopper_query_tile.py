@@ -6,7 +6,7 @@ right quarters of ds and dM and the lower left one of X^T, is left out in blocks
 """
 
 # Descriptors and barriers are for Gluon's compiler alone.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,7 +36,7 @@ def inside_tile(do_QV, of_rows, a, of_head, n, v_n, half: gl.constexpr, shared, 
     """The keys of the queries' own tile: writes ds, and with a gate its sums over columns; returns
     those over rows."""
     rings, read, written, tree, sizes = shared
-    _, v_ring, _, _, _, column_ring = rings
+    _, v_ring, _, _, column_ring = rings
     logits, gates, _, _, _, _, _ = read
     _, _, dlogits, _, _, _, columns_PBHS = written
     t_Q, lse_Q, delta_Q, start_Q = of_rows
@@ -70,12 +70,12 @@ def inside_tile(do_QV, of_rows, a, of_head, n, v_n, half: gl.constexpr, shared, 
                 gl.store(columns_PBHS + levels.to(gl.int64) * plane + of_head + u_B, sum_B)
     if half == 0:
         # These queries have no keys in the tile's second block.
-        _pass(v_ring, v_n + 1)
+        pass_by(v_ring, v_n + 1)
     return sum_Q
 
 
 @gluon.jit
-def _pass(ring, n):
+def pass_by(ring, n):
     """Frees an item, if need be without having looked at it: but not before it is there, which
     would free the one before it."""
     take(ring, n)
@@ -97,7 +97,7 @@ def through_tile(dq_QK, of_rows, places, scale, a, k_n, v_n, map_n, half: gl.con
     inside of it (triton_tile_gradients.py): as it is written there, of the columns up to the rows.
     """
     rings, read, written, _, sizes = shared
-    k_ring, v_ring, map_ring, _, _, _ = rings
+    k_ring, v_ring, map_ring, _, _ = rings
     _, _, _, _, _, _, beta = read
     _, _, dlogits, dM, dq, _, _ = written
     t_Q, _, _, start_Q = of_rows
@@ -125,8 +125,8 @@ def through_tile(dq_QK, of_rows, places, scale, a, k_n, v_n, map_n, half: gl.con
         dq_QK = finely(dq_QK, dM_QB * -beta_B[None, :], w_BK)
     free(map_ring, map_n)
     for i in gl.static_range(3):
-        _pass(k_ring, k_n + i)
-        _pass(v_ring, v_n + i)
+        pass_by(k_ring, k_n + i)
+        pass_by(v_ring, v_n + i)
     column_K = gl.arange(0, C, gl.SliceLayout(0, WIDE))
     inside_Q = gl.convert_layout(t_Q < sizes[0], gl.SliceLayout(1, WIDE))
     token_Q = gl.convert_layout(token_Q, gl.SliceLayout(1, WIDE))
