@@ -6,35 +6,36 @@ shared memory, each once a tile, as places there become free: ahead of their use
 tile's while this one is computed. Two consumers (hopper_tile_steps.py) own the rows of half a tile
 each. "own" and "far" are the 64 x 64 blocks on and off the diagonal in their rows; of a triangle
 the block on the other side is not there, neither in memory nor in products. Matrices are turned so
-that a row is a row of W. dk [64, 128] is in registers from 2 to 3, dw from 4 to 9:
+that a row is a row of W. dk [64, 128] is in registers from 2 to 4, dU from 3 to 5, dw from 5 to 10:
 
-    1 MT = scale W Q^T, a left operand until 5
+    1 MT = scale W Q^T, a left operand until 6, of which the own block is in shared memory
     2 dX = MT dlogits + W dk_right^T, of which -diag(beta) dX goes to shared memory
       dk = dlogits^T Q
-    3 Z^T = -tril(L^T diag(beta) dX, -1), a left operand until 8, and in shared memory for
+    3 dU = dM^T Q
+    4 Z^T = -tril(L^T diag(beta) dX, -1), a left operand until 9, and in shared memory for
       dk = scale dk + Z W + dk_right, which is written
-    4 dU = dM^T Q + X dk_right + Y dP^T, of which are made
+    5 dU += X dk_right + Y dP^T, of which are made
       dbeta = -rowsum(dU W) and dw = -diag(beta) dU
-    5 dY = MT dq_left + W dP, of which -diag(beta) dY goes to shared memory
-    6 V = -L^T diag(beta) dY, to shared memory too
+    6 dY = MT dq_left + W dP, of which -diag(beta) dY goes to shared memory
+    7 V = -L^T diag(beta) dY, to shared memory too
       dw += V
-    7 dA = -tril(Z^T X^T + V Y^T, -1), of which -dA goes to shared memory
+    8 dA = -tril(Z^T X^T + V Y^T, -1), of which -dA goes to shared memory
       dw += dA diag(beta) W
-    8 dw += Z^T K
-    9 dU = -dA^T W, the rest of dbeta and of dw, which are written
+    9 dw += Z^T K
+    10 dU = -dA^T W, the rest of dbeta and of dw, which are written
 
-Beside MT and Z^T (at most 48 registers of a thread) no step has more than two sums [64, 128] (128).
-Because of triangles, the second consumer needs nothing of the first one but operands that this has
-rounded from fp16 to bf16, and the first one the second's far blocks of dX, Z^T and dA and its rows
-of dY.
+No step has more than two sums [64, 128] (128 registers of a thread), a block (32) and operands from
+before (32). Because of triangles, the second consumer needs nothing of the first one but operands
+that this has rounded from fp16 to bf16, and the first one the second's far blocks of dX, Z^T and dA
+and its rows of dY.
 
 Of seven places in shared memory, 32 KiB each,
-    0 and 1 have W (1 to 9) and dM (4), in the next tile the other way round
-    2 has Q (1 to 4), Y (4 to 7)
-    3 has X^T (4 to 7), -dA (7 to 9)
-    4 has dk_right (2 to 4), dq_left (5), dY (5, 6)
-    5 has dlogits (2), dX and Z^T (2, 3), dP (4, 5), K (8)
-    6 has L (3 to 6), V (6, 7).
+    0 and 1 have W (1 to 10) and dM (3), in the next tile the other way round
+    2 has Q (1 to 3), Y (5 to 8)
+    3 has X^T (5 to 8), -dA (8 to 10)
+    4 has dk_right (2 to 5), dq_left (6), dY (6, 7)
+    5 has dlogits (2), dX and Z^T (2 to 4), dP (5, 6), K (9)
+    6 has L (3 to 7), V (7, 8).
 
 A tile takes 106 products of 64 x 64 x 64 (4 microseconds of a multiprocessor at the full rate) and
 reads 320 KiB and writes 96 (13 microseconds at its part of the memory's rate).
@@ -61,11 +62,13 @@ from mixtron.kernels.path_attention.hopper_tile_steps import (
     Q_Y,
     ROW,
     ROW_WIDE,
+    WIDE,
     WORDS,
     XT_DA,
     C,
     add_A,
     add_K,
+    add_keys,
     add_V,
     add_Z,
     begin_M,
@@ -77,10 +80,9 @@ from mixtron.kernels.path_attention.hopper_tile_steps import (
     pass_X,
     pass_Y,
     pass_Z,
-    write_numbers,
-    write_rows,
 )
 
+KEY = gl.constexpr(gl.SliceLayout(0, WIDE))
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 VARYING = ("T", "S", "heads", "G", "nodes", "work")
 
@@ -145,10 +147,10 @@ def _produce(views, barriers, operands, sizes):
         now, later, odd = i >= 0, i + 1 < count, i & 1
         _copy_triangle(views, barriers, 1 - odd, 1 - odd, dM, row, 1, now)
         _copy_triangle(views, barriers, XT_DA, 1 - odd, XT, row, 0, now)
-        _copy_square(views, barriers, DL_DP_K, odd, dmaps, ((b * G + g) * nodes + n) * C, now)
         _copy(views, barriers, Q_Y, 0, Y, row, 0, now)
-        _copy(views, barriers, 1 - odd, odd, w, next_row, 0, later)
+        _copy_square(views, barriers, DL_DP_K, odd, dmaps, ((b * G + g) * nodes + n) * C, now)
         _copy(views, barriers, DK_DQ, 0, dq_left, row, 0, now)
+        _copy(views, barriers, 1 - odd, odd, w, next_row, 0, later)
         _copy(views, barriers, DL_DP_K, 1 - odd, k, b * T + n * C, g * C, now)
         _copy(views, barriers, DK_DQ, 1, dk_right, next_row, 0, later)
         _copy(views, barriers, Q_Y, 1, q, next_b * T + next_n * C, next_g * C, later)
@@ -213,20 +215,22 @@ def _consume(everything, half: gl.constexpr, FINE: gl.constexpr, DOCUMENTS: gl.c
         beta_W = gl.convert_layout(beta_B, ROW_WIDE)
 
         at = views, i >> 30, barriers
-        MT_own, MT_far = begin_M(at, odd, documents, scale, half, FINE, DOCUMENTS)
+        MT_far = begin_M(at, odd, documents, scale, half, FINE, DOCUMENTS)
         at = hidden(at, i)
-        dk_BK = pass_X(at, odd, MT_own, MT_far, beta_B, half)
-        at = hidden(at, i)
-        ZT_own, ZT_far = pass_Z(at, odd, documents, half, FINE, DOCUMENTS)
-        at = hidden(at, i)
-        dk_BK = add_Z(at, odd, dk_BK * scale, half)
-        write_rows(dk, to, dk_BK, half)
+        dk_BK = pass_X(at, odd, MT_far, beta_B, half)
         at = hidden(at, i)
         dU_BK = begin_U(at, odd, half, FINE)
         at = hidden(at, i)
+        ZT_own, ZT_far = pass_Z(at, odd, documents, half, DOCUMENTS)
+        at = hidden(at, i)
+        dk_BK = add_Z(at, odd, dk_BK * scale, half)
+        _write_rows(dk, to, dk_BK, half)
+        at = hidden(at, i)
+        dU_BK = add_keys(at, odd, dU_BK, half, FINE)
+        at = hidden(at, i)
         dbeta_B = by_w(at, odd, dU_BK, half)
         at = hidden(at, i)
-        pass_Y(at, odd, MT_own, MT_far, beta_W, half)
+        pass_Y(at, odd, MT_far, beta_W, half)
         at = hidden(at, i)
         dw_BK = add_V(at, odd, dU_BK * -beta_W[:, None], half)
         at = hidden(at, i)
@@ -238,5 +242,23 @@ def _consume(everything, half: gl.constexpr, FINE: gl.constexpr, DOCUMENTS: gl.c
         at = hidden(at, i)
         dbeta_B += by_w(at, odd, dU_BK, half)
         leave(at, odd)
-        write_numbers(dbeta, to, -dbeta_B, half)
-        write_rows(dw, to, dw_BK - beta_W[:, None] * dU_BK, half)
+        _write_numbers(dbeta, to, -dbeta_B, half)
+        _write_rows(dw, to, dw_BK - beta_W[:, None] * dU_BK, half)
+
+
+@gluon.jit
+def _write_rows(out, to, x_BK, half: gl.constexpr):
+    """Rows of one head, as far as there are tokens."""
+    token, g, first, T, heads = to
+    row_B, key_K = half * BLOCK + gl.arange(0, BLOCK, ROW_WIDE), gl.arange(0, C, KEY)
+    out += token.to(gl.int64) * heads * C + g * C
+    pointers = out + (row_B * (heads * C))[:, None] + key_K[None, :]
+    gl.store(pointers, x_BK.to(out.dtype.element_ty), (first + row_B < T)[:, None])
+
+
+@gluon.jit
+def _write_numbers(out, to, x_B, half: gl.constexpr):
+    """The same of numbers."""
+    token, g, first, T, heads = to
+    row_B = half * BLOCK + gl.arange(0, BLOCK, ROW_WIDE)
+    gl.store(out + (token + row_B) * heads + g, x_B, first + row_B < T)

@@ -33,7 +33,7 @@ SQUARE, WIDE = gl.constexpr(accumulator(64)), gl.constexpr(accumulator(128))
 """Of [BLOCK, BLOCK] and of [BLOCK, C] in registers."""
 LEFT = gl.constexpr(left_operand(64))
 ROW, COLUMN = gl.constexpr(gl.SliceLayout(1, SQUARE)), gl.constexpr(gl.SliceLayout(0, SQUARE))
-ROW_WIDE, KEY = gl.constexpr(gl.SliceLayout(1, WIDE)), gl.constexpr(gl.SliceLayout(0, WIDE))
+ROW_WIDE = gl.constexpr(gl.SliceLayout(1, WIDE))
 VECTORS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
@@ -56,6 +56,14 @@ def _block(shared, place, i):
 def _half(shared, place, i):
     halves, zero = shared[0][1], shared[1]
     return halves.index(zero + 2 * place + i)
+
+
+@gluon.jit
+def _own_M(shared, half: gl.constexpr):
+    """Fourth blocks, where nothing is copied to."""
+    if half == 0:
+        return _block(shared, XT_DA, 3)
+    return _block(shared, L_V, 3)
 
 
 @gluon.jit
@@ -95,34 +103,33 @@ def begin_M(
     shared, odd, documents, scale,
     half: gl.constexpr, FINE: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
-    """1. M^T before beta. Returns blocks as left operands."""
+    """1. Writes the own block of M^T before beta. Returns the first half's far one."""
     _come(shared, odd, odd)
     w_own = _half(shared, odd, half)
     _round(w_own, FINE)
     _tell(shared, half)
     _come(shared, Q_Y, 0)
     M_own = _begin_square(w_own, _T(_half(shared, Q_Y, half)))
+    M_far = M_own
     if half == 0:
         M_far = _begin_square(w_own, _T(_half(shared, Q_Y, 1)))
-        M_own, M_far = warpgroup_mma_wait(0, deps=[M_own, M_far])
-        M_far = _of_later(M_far * scale, documents, shared[1], 0, 1, DOCUMENTS)
-        left_far = _left(M_far, w_own.dtype)
-    else:
-        M_own = warpgroup_mma_wait(0, deps=[M_own])
+    M_own, M_far = warpgroup_mma_wait(0, deps=[M_own, M_far])
     M_own = _of_later(M_own * scale, documents, shared[1], half, half, DOCUMENTS)
-    left_own = _left(M_own, w_own.dtype)
-    if half == 1:
-        left_far = left_own
-    return left_own, left_far
+    _put(_own_M(shared, half), M_own)
+    fence_async_shared()
+    if half == 0:
+        M_far = _of_later(M_far * scale, documents, shared[1], 0, 1, DOCUMENTS)
+    return _left(M_far, w_own.dtype)
 
 
 @gluon.jit
-def pass_X(shared, odd, MT_own, MT_far, beta_B, half: gl.constexpr):
+def pass_X(shared, odd, MT_far, beta_B, half: gl.constexpr):
     """2. Writes -diag(beta) dX in place of dlogits; its far block, where dlogits are still read, to
     the fourth block there. Returns dlogits^T Q."""
     _come(shared, DL_DP_K, odd)
     _come(shared, DK_DQ, 0)
     w_own, q_own = _half(shared, odd, half), _half(shared, Q_Y, half)
+    MT_own = _own_M(shared, half)
     d_own, d_far = _block(shared, DL_DP_K, 2 * half), _block(shared, DL_DP_K, 1)
     dX_own = _begin_square(MT_own, d_own)
     if half == 0:
@@ -147,15 +154,30 @@ def pass_X(shared, odd, MT_own, MT_far, beta_B, half: gl.constexpr):
 
 
 @gluon.jit
-def pass_Z(shared, odd, documents, half: gl.constexpr, FINE: gl.constexpr, DOCUMENTS: gl.constexpr):
-    """3. Writes Z^T in place of dX and dlogits. Returns blocks as left operands."""
+def begin_U(shared, odd, half: gl.constexpr, FINE: gl.constexpr):
+    """3. What comes through queries. Also rounds L, while there is room in registers."""
     _come(shared, L_V, odd)
+    _round(_block(shared, L_V, 2 * half), FINE)
+    if half == 0:
+        _round(_block(shared, L_V, 1), FINE)
+    place = 1 - odd
+    _come(shared, place, odd)
+    dU_BK = _begin_wide(_T(_block(shared, place, 2 * half)), _half(shared, Q_Y, half))
+    if half == 0:
+        dU_BK = _add(_T(_block(shared, place, 1)), _half(shared, Q_Y, 1), dU_BK)
+    dU_BK = warpgroup_mma_wait(0, deps=[dU_BK])
+    leave(shared, Q_Y)
+    leave(shared, place)
+    return dU_BK
+
+
+@gluon.jit
+def pass_Z(shared, odd, documents, half: gl.constexpr, DOCUMENTS: gl.constexpr):
+    """4. Writes Z^T in place of dX and dlogits. Returns blocks as left operands."""
     L_own, L_far = _block(shared, L_V, 2 * half), _block(shared, L_V, 1)
     d_own, dX_far = _block(shared, DL_DP_K, 2 * half), _block(shared, DL_DP_K, 3)
-    _round(L_own, FINE)
     Z_own = _begin_square(_T(L_own), d_own)
     if half == 0:
-        _round(L_far, FINE)
         _hear(shared, DX_WRITTEN, odd)
         Z_own = _add(_T(L_far), dX_far, Z_own)
     Z_own = warpgroup_mma_wait(0, deps=[Z_own])
@@ -177,7 +199,7 @@ def pass_Z(shared, odd, documents, half: gl.constexpr, FINE: gl.constexpr, DOCUM
 
 @gluon.jit
 def add_Z(shared, odd, dk_BK, half: gl.constexpr):
-    """3. Adds Z W and dk_right."""
+    """4. Adds Z W and dk_right."""
     w_own = _half(shared, odd, half)
     dk_BK = _add(_T(_block(shared, DL_DP_K, 2 * half)), w_own, dk_BK)
     if half == 0:
@@ -190,26 +212,18 @@ def add_Z(shared, odd, dk_BK, half: gl.constexpr):
 
 
 @gluon.jit
-def begin_U(shared, odd, half: gl.constexpr, FINE: gl.constexpr):
-    """4. All but what comes through dA."""
-    place = 1 - odd
-    _come(shared, place, odd)
-    dU_BK = _begin_wide(_T(_block(shared, place, 2 * half)), _half(shared, Q_Y, half))
-    if half == 0:
-        dU_BK = _add(_T(_block(shared, place, 1)), _half(shared, Q_Y, 1), dU_BK)
+def add_keys(shared, odd, dU_BK, half: gl.constexpr, FINE: gl.constexpr):
+    """5. Adds what comes through keys and the tile's map."""
     _come(shared, XT_DA, odd)
     X_own = _block(shared, XT_DA, 2 * half)
     _round(X_own, FINE)
     if half == 0:
         _tell(shared, XT_ROUNDED)
-    else:
-        _round(_block(shared, XT_DA, 1), FINE)
-    dU_BK = warpgroup_mma_wait(0, deps=[dU_BK])
-    leave(shared, Q_Y)
-    leave(shared, place)
     dU_BK = _add(_T(X_own), _half(shared, DK_DQ, half), dU_BK)
     if half == 1:
-        dU_BK = _add(_T(_block(shared, XT_DA, 1)), _half(shared, DK_DQ, 0), dU_BK)
+        X_far = _block(shared, XT_DA, 1)
+        _round(X_far, FINE)
+        dU_BK = _add(_T(X_far), _half(shared, DK_DQ, 0), dU_BK)
     _come(shared, Q_Y, 1)
     Y_own = _half(shared, Q_Y, half)
     _round(Y_own, FINE)
@@ -229,12 +243,12 @@ def by_w(shared, odd, dU_BK, half: gl.constexpr):
 
 
 @gluon.jit
-def pass_Y(shared, odd, MT_own, MT_far, beta_B, half: gl.constexpr):
-    """5. Writes -diag(beta) dY in place of dq_left."""
+def pass_Y(shared, odd, MT_far, beta_B, half: gl.constexpr):
+    """6. Writes -diag(beta) dY in place of dq_left."""
     dY_BK = _begin_wide(_half(shared, odd, half), _square(shared, DL_DP_K))
     _come(shared, DK_DQ, 1)
     dq_own = _half(shared, DK_DQ, half)
-    dY_BK = _add(MT_own, dq_own, dY_BK)
+    dY_BK = _add(_own_M(shared, half), dq_own, dY_BK)
     if half == 0:
         dY_BK = _add(MT_far, _half(shared, DK_DQ, 1), dY_BK)
     dY_BK = warpgroup_mma_wait(0, deps=[dY_BK])
@@ -251,7 +265,7 @@ def pass_Y(shared, odd, MT_own, MT_far, beta_B, half: gl.constexpr):
 
 @gluon.jit
 def add_V(shared, odd, dw_BK, half: gl.constexpr):
-    """6. Adds V, and writes it in place of the blocks of L that its own rows alone need. It is
+    """7. Adds V, and writes it in place of the blocks of L that its own rows alone need. It is
     multiplied out twice: the compiler would add it much later, and keep both till then."""
     L_own, dY_own = _block(shared, L_V, 2 * half), _half(shared, DK_DQ, half)
     V_BK = _begin_wide(_T(L_own), dY_own)
@@ -273,7 +287,7 @@ def add_A(
     shared, odd, documents, dw_BK, ZT_own, ZT_far, betas,
     half: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
-    """7. Writes -dA in place of X^T. Begins to add dA diag(beta) W."""
+    """8. Writes -dA in place of X^T. Begins to add dA diag(beta) W."""
     V_own, X_own = _half(shared, L_V, half), _block(shared, XT_DA, 2 * half)
     if half == 0:
         dA_own = _begin_square(V_own, _T(_half(shared, Q_Y, 0)))
@@ -314,7 +328,7 @@ def add_A(
 
 @gluon.jit
 def add_K(shared, odd, dw_BK, ZT_own, ZT_far, half: gl.constexpr):
-    """8. Adds Z^T K."""
+    """9. Adds Z^T K."""
     _come(shared, DL_DP_K, odd)
     dw_BK = _add(ZT_own, _half(shared, DL_DP_K, half), dw_BK)
     if half == 1:
@@ -326,7 +340,7 @@ def add_K(shared, odd, dw_BK, ZT_own, ZT_far, half: gl.constexpr):
 
 @gluon.jit
 def begin_U_of_A(shared, odd, half: gl.constexpr):
-    """9. What comes through dA."""
+    """10. What comes through dA."""
     dU_BK = _begin_wide(_T(_block(shared, XT_DA, 2 * half)), _half(shared, odd, half))
     if half == 0:
         dU_BK = _add(_T(_block(shared, XT_DA, 1)), _half(shared, odd, 1), dU_BK)
@@ -414,21 +428,3 @@ def _of_earlier(
         start_B = gl.load(start_S + first + row * BLOCK + row_B) - first - column * BLOCK
         x_BB = gl.where(column_B[None, :] >= start_B[:, None], x_BB, 0.0)
     return x_BB
-
-
-@gluon.jit
-def write_rows(out, to, x_BK, half: gl.constexpr):
-    """Rows of one head, as far as there are tokens."""
-    token, g, first, T, heads = to
-    row_B, key_K = half * BLOCK + gl.arange(0, BLOCK, ROW_WIDE), gl.arange(0, C, KEY)
-    out += token.to(gl.int64) * heads * C + g * C
-    pointers = out + (row_B * (heads * C))[:, None] + key_K[None, :]
-    gl.store(pointers, x_BK.to(out.dtype.element_ty), (first + row_B < T)[:, None])
-
-
-@gluon.jit
-def write_numbers(out, to, x_B, half: gl.constexpr):
-    """The same of numbers."""
-    token, g, first, T, heads = to
-    row_B = half * BLOCK + gl.arange(0, BLOCK, ROW_WIDE)
-    gl.store(out + (token + row_B) * heads + g, x_B, first + row_B < T)
