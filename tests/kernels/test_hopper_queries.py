@@ -65,6 +65,8 @@ def rounded(piece):
 for B, T, H, G, gated, offsets in [
     (2, 130, 1, 1, False, None),
     (1, 260, 4, 2, True, None),
+    # Of so many heads a long tile comes behind a short one.
+    (1, 250, 9, 9, False, None),
     (1, 600, 2, 1, True, [0, 1, 100, 384, 600, 600]),
     (1, 640, 1, 1, False, [0, 250, 640]),
     (1, 1100, 1, 1, True, None),
@@ -105,6 +107,7 @@ def test_it_equals_the_triton_form():
     assert run_interpreted(CHECK) == [
         "equal 130 False",
         "equal 260 True",
+        "equal 250 False",
         "equal 600 True",
         "equal 640 False",
         "equal 1100 True",
