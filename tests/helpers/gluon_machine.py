@@ -228,14 +228,16 @@ class Shared:
         return self._view(lambda x: x.view(*shape))
 
     def load(self, layout: Any) -> Tensor:
-        self.read(current().now())
-        return self.data.clone()
+        with machine().changed:
+            self.read(current().now())
+            return self.data.clone()
 
     def store(self, value: Tensor) -> None:
         me = current()
         check(value.dtype == self.dtype, f"{self.name}: {value.dtype} stored to {self.dtype}")
-        self.write(me.index, me.now(), value)
-        self.planes[3].fill_(True)
+        with machine().changed:
+            self.write(me.index, me.now(), value)
+            self.planes[3].fill_(True)
 
     def read(self, until: int, asynchronous: bool = False) -> None:
         """By this partition, which reads it until that time of its own."""
@@ -305,8 +307,9 @@ def allocate(dtype: torch.dtype, shape: Sequence, layout: Any, value: Tensor | N
 
 def fence(cluster: bool = False) -> None:
     me = current().index
-    for x in machine().shared:
-        x.planes[3] &= x.planes[1] != me
+    with machine().changed:
+        for x in machine().shared:
+            x.planes[3] &= x.planes[1] != me
 
 
 def dtype_of(dtype: Any) -> torch.dtype:
