@@ -42,7 +42,7 @@ def results(on_hopper):
         mock.patch.object(triton_carry, "warp_specialized", lambda *x: on_hopper),
     ):
         o = path_attention(
-            q, k, v, w, beta, log_forget_BTH=gates[0] if gates else None, backend="triton", **options
+            q, k, v, w, beta, gates[0] if gates else None, backend="triton", **options
         )
         return [o, *torch.autograd.grad(o, leaves, do)]
 
