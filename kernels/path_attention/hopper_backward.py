@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mixtron.kernels.hopper_tools import (
-    accumulator,
     barriers,
     fill,
     fill_halves,
@@ -42,7 +41,8 @@ from mixtron.kernels.hopper_tools import (
     take_half,
     turns,
 )
-from mixtron.kernels.path_attention.hopper_forward import _taken
+from mixtron.kernels.path_attention.hopper_walks import OWN, PAIRS, WIDE, C, block_sum, taken
+from mixtron.kernels.path_attention.triton_forward import LOG2_E
 from mixtron.kernels.path_attention.triton_tree import (
     key_version,
     last_tile,
@@ -50,21 +50,11 @@ from mixtron.kernels.path_attention.triton_tree import (
     versions_at,
 )
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-C = gl.constexpr(128)
-"""Tokens of a tile; also K and V."""
-OWN = gl.constexpr(64)
-"""Keys of a consumer, and queries of a block."""
 BLOCKS = gl.constexpr(3)
 """In shared memory."""
-PAIRS = gl.constexpr(accumulator(64))
-"""Of [OWN, OWN] in registers: keys and queries."""
-WIDE = gl.constexpr(accumulator(128))
-"""Of [OWN, C]."""
 LEFT = gl.constexpr(left_operand(128))
 KEY = gl.constexpr(gl.SliceLayout(1, PAIRS))
 QUERY = gl.constexpr(gl.SliceLayout(0, PAIRS))
-LANES = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 VARYING = ("T", "tiles", "levels", "reach", "versions", "nodes", "plane", "H", "work")
 
@@ -115,7 +105,7 @@ def _place(n, sizes, DOCUMENTS: gl.constexpr):
     """Of a program's n-th turn: its tile and key/value head, and the first and the last tile's last
     query that may see its keys."""
     T, tiles, work, end_S = sizes
-    turn, bg = _taken(n, tiles, work // tiles)
+    turn, bg = taken(n, tiles, work // tiles)
     a = tiles - 1 - turn
     end = gl.cdiv(T, OWN) * OWN
     if DOCUMENTS:
@@ -230,7 +220,7 @@ def _consume(
                     head = (bg * R + r) * tiles * C
                     of_gates = 0.0, 0.0
                     if GATE:
-                        between = _block_sum(
+                        between = block_sum(
                             totals, (head + a * C + C) // OWN, (head + edge * C) // OWN
                         )
                         of_gates = gl.load(gates + plane + head + u_K), between.to(gl.float32)
@@ -358,13 +348,3 @@ def _write(target, place, staged, x_KE):
     staged.reshape([OWN, C]).store(x_KE.to(target.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(target, place, staged)
-
-
-@gluon.jit
-def _block_sum(x, first, end):
-    """x[first .. end] in fp64, by each warp."""
-    lane = gl.arange(0, 128, LANES)
-    sum_x = gl.zeros([128], gl.float64, LANES)
-    for i in range(first, end, 128):
-        sum_x += gl.load(x + i + lane, i + lane < end, 0.0).to(gl.float64)
-    return gl.sum(sum_x, 0)

@@ -4,13 +4,10 @@ place of Triton's kernels."""
 # Launches take keywords that the kernels' signatures do not have.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
-import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mixtron.kernels.hopper_launching import WARPS, head_boxes, programs, row_boxes
-from mixtron.kernels.hopper_tools import SWIZZLED
+from mixtron.kernels.hopper_launching import WARPS, fine, head_boxes, programs, row_boxes
 from mixtron.kernels.launching import Launched
 from mixtron.kernels.path_attention.hopper_tile_gradients import hopper_tile_gradient_kernel
 from mixtron.kernels.path_attention.hopper_versions import hopper_version_kernel
@@ -22,18 +19,7 @@ launch_tile_gradient = Launched(hopper_tile_gradient_kernel)
 
 
 def blocks(x: Tensor) -> TensorDescriptor:
-    """Of a tensor in one piece, as a matrix of its last dimension."""
-    matrix = x.view(-1, x.shape[-1])
-    # Of no rows none is loaded, but a descriptor must have one.
-    matrix = matrix if x.numel() else matrix.new_empty(1, x.shape[-1])
-    return TensorDescriptor.from_tensor(matrix, [BLOCK, BLOCK], SWIZZLED)
-
-
-def token_blocks(x_BTHK: Tensor) -> TensorDescriptor:
-    """Of heads, which may be some of those that lie there: a row is a token of all of them."""
-    B, T, H, K = x_BTHK.shape
-    shape, strides = [B * T, H * K], [x_BTHK.stride(1), 1]
-    return TensorDescriptor(x_BTHK, shape, strides, [BLOCK, BLOCK], SWIZZLED)
+    return row_boxes(x, BLOCK, BLOCK)
 
 
 def versions(
@@ -47,11 +33,11 @@ def versions(
     N = layout.tiles
     launch_version(
         (programs(q_BTHK.device, -(-N // 2) * B * G),),
-        token_blocks(q_BTHK), token_blocks(k_BTGK),
+        head_boxes(q_BTHK, BLOCK, BLOCK), head_boxes(k_BTGK, BLOCK, BLOCK),
         *map(blocks, (w, L, Y, maps, XT, logits.view(low), q_versions, k_versions)),
         beta, layout.start_S, layout.end_S, scale,
         T, G, B * G, N, layout.levels, layout.reach, layout.versions, layout.nodes,
-        R=H // G, FINE=_fine(w),
+        R=H // G, FINE=fine(w),
         DOCUMENTS=layout.start_S is not None, num_warps=WARPS,
     )  # fmt: skip
 
@@ -69,19 +55,12 @@ def tile_gradients(
     def rows(x: Tensor) -> TensorDescriptor:
         return row_boxes(x.view(low), BLOCK)
 
-    def triangles(x: Tensor) -> TensorDescriptor:
-        return blocks(x.view(low))
-
     launch_tile_gradient(
         (programs(q_BTHK.device, work),),
         head_boxes(q_BTHK, BLOCK), head_boxes(k_BTHK, BLOCK),
-        rows(w), triangles(L), triangles(XT), rows(Y),
-        triangles(dlogits), triangles(dM), rows(dq_left), rows(dk_right), row_boxes(dmaps, 128),
+        rows(w), blocks(L.view(low)), blocks(XT.view(low)), rows(Y),
+        *map(blocks, (dlogits, dM)), *map(rows, (dq_left, dk_right)), row_boxes(dmaps, 128),
         beta, layout.start_S, dk, dw, dbeta, scale,
         T, layout.S, layout.heads, H, layout.nodes, work,
-        FINE=_fine(w), DOCUMENTS=layout.start_S is not None, num_warps=WARPS,
+        FINE=fine(w), DOCUMENTS=layout.start_S is not None, num_warps=WARPS,
     )  # fmt: skip
-
-
-def _fine(w: Tensor) -> gl.dtype:
-    return gl.float16 if w.dtype == torch.float16 else gl.float32

@@ -29,10 +29,10 @@ from mixtron.kernels.hopper_tools import (
     left_operand,
     ring,
     take,
-    turn_of,
     turns,
 )
-from mixtron.kernels.path_attention.triton_tiles import TOGETHER
+from mixtron.kernels.path_attention.hopper_walks import OWN, C, taken
+from mixtron.kernels.path_attention.triton_forward import LN_2, LOG2_E
 from mixtron.kernels.path_attention.triton_tree import (
     first_tile,
     key_version,
@@ -40,12 +40,6 @@ from mixtron.kernels.path_attention.triton_tree import (
     versions_at,
 )
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-LN_2 = gl.constexpr(0.6931471805599453)
-C = gl.constexpr(128)
-"""Tokens of a tile, and of a block; also K and V."""
-OWN = gl.constexpr(64)
-"""Queries of a consumer."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 VARYING = ("T", "tiles", "levels", "reach", "versions", "heads", "H", "work")
 
@@ -98,17 +92,6 @@ def hopper_forward_kernel(
 
 
 @gluon.jit
-def _taken(n, tiles, heads):
-    """The tile and the head of a program's n-th turn. The long tiles of several heads come before
-    their short ones."""
-    turn = turn_of(n)
-    first = turn // (tiles * TOGETHER) * TOGETHER
-    together = gl.minimum(heads - first, TOGETHER)
-    turn -= first * tiles
-    return tiles - 1 - turn // together, first + turn % together
-
-
-@gluon.jit
 def _produce(rings, sizes, operands, tree, R: gl.constexpr, DOCUMENTS: gl.constexpr):
     q_ring, k_ring, v_ring = rings
     tiles, H, work = sizes
@@ -116,7 +99,7 @@ def _produce(rings, sizes, operands, tree, R: gl.constexpr, DOCUMENTS: gl.conste
     levels, reach, versions = tree
     q_n, k_n, v_n = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     for n in range(turns(work)):
-        a, bh = _taken(n, tiles, work // tiles)
+        a, bh = taken(n, tiles, work // tiles)
         b, h = bh // H, bh % H
         g, G = h // R, H // R
         fill(k_ring, k_n, logits, [(bh * tiles + a) * C, 0])
@@ -161,7 +144,7 @@ def _consume(
     column_C = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))
     q_n, k_n, v_n = gl.to_tensor(-1), gl.to_tensor(0), gl.to_tensor(0)
     for n in range(turns(work)):
-        a, bh = _taken(n, tiles, work // tiles)
+        a, bh = taken(n, tiles, work // tiles)
         t_Q = a * C + row_Q
         start_Q = 0 * t_Q
         if DOCUMENTS:

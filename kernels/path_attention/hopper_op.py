@@ -3,14 +3,13 @@
 # Launches take keywords that the kernels' signatures do not have.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from mixtron.kernels.hopper_launching import (
     WARPS,
+    fine,
     head_boxes,
     programs,
     row_boxes,
@@ -21,6 +20,7 @@ from mixtron.kernels.launching import Launched
 from mixtron.kernels.path_attention.hopper_backward import hopper_key_kernel
 from mixtron.kernels.path_attention.hopper_forward import hopper_forward_kernel
 from mixtron.kernels.path_attention.hopper_query_backward import hopper_query_kernel
+from mixtron.kernels.path_attention.triton_plan import Layout
 
 if TYPE_CHECKING:
     from mixtron.kernels.path_attention.triton_carry import CarriedGradients
@@ -33,11 +33,11 @@ launch_queries = Launched(hopper_query_kernel)
 
 def attend(piece: "Piece", o_BTHV: Tensor, lse_BHS: Tensor) -> None:
     """Writes the output and the log-sum-exps of a piece."""
-    v, carried, layout, gates = piece.inputs.v, piece.carried, piece.layout, piece.gates
+    v, carried, layout = piece.inputs.v, piece.carried, piece.layout
     assert carried is not None
-    (B, T, H, _), G = o_BTHV.shape, v.shape[2]
+    B, T, H, _ = o_BTHV.shape
     work = layout.tiles * B * H
-    tokens = None if gates is None else gates.tokens_4BHS
+    tokens, totals, plane = _gates(piece)
     launch_forward(
         (programs(v.device, work),),
         row_boxes(carried.q, 128),
@@ -45,17 +45,13 @@ def attend(piece: "Piece", o_BTHV: Tensor, lse_BHS: Tensor) -> None:
         token_boxes(v, 128),
         row_boxes(carried.logits.view(v.dtype), 128),
         tokens,
-        None if gates is None else gates.blocks_BHN,
+        totals,
         layout.start_S,
         o_BTHV,
         lse_BHS,
-        *(T, layout.tiles, layout.levels, layout.reach, layout.versions),
-        *(0 if tokens is None else tokens.stride(0), layout.heads, H, work),
-        R=H // G,
-        GATE=gates is not None,
-        DOCUMENTS=layout.start_S is not None,
-        FINE=gl.float16 if carried.logits.dtype == torch.float16 else gl.float32,
-        num_warps=WARPS,
+        *(T, *_tree(layout), plane, layout.heads, H, work),
+        FINE=fine(carried.logits),
+        **_options(piece, H),
     )
 
 
@@ -70,11 +66,11 @@ def attend_keys(
 ) -> None:
     """Writes a piece's gradients of keys, in versions and at right edges, and of values; with a
     gate the sums of ds over columns, but for those inside tiles. Some tile must see another."""
-    v, carried, layout, gates = piece.inputs.v, piece.carried, piece.layout, piece.gates
+    v, carried, layout = piece.inputs.v, piece.carried, piece.layout
     assert carried is not None
-    (B, T, H, _), G = do_BTHV.shape, v.shape[2]
-    work = layout.tiles * B * G
-    tokens = None if gates is None else gates.tokens_4BHS
+    B, T, H, _ = do_BTHV.shape
+    work = layout.tiles * B * v.shape[2]
+    tokens, totals, plane = _gates(piece)
     launch_keys(
         (programs(v.device, work),),
         row_boxes(carried.q, 64),
@@ -89,17 +85,13 @@ def attend_keys(
         row_boxes(gradients.k, 64),
         token_boxes(dv_BTGV, 64),
         tokens,
-        None if gates is None else gates.blocks_BHN,
+        totals,
         layout.start_S,
         layout.end_S,
         columns_PBHS,
-        *(T, layout.tiles, layout.levels, layout.reach, layout.versions, layout.nodes),
-        *(0 if tokens is None else tokens.stride(0), H, work),
-        R=H // G,
-        GATE=gates is not None,
-        DOCUMENTS=layout.start_S is not None,
-        FINE=gl.float16 if carried.logits.dtype == torch.float16 else gl.float32,
-        num_warps=WARPS,
+        *(T, *_tree(layout), layout.nodes, plane, H, work),
+        FINE=fine(carried.logits),
+        **_options(piece, H),
     )
 
 
@@ -113,15 +105,15 @@ def attend_queries(
     ds: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Writes a piece's gradients of queries, in versions, at left edges and of the op's input, of
-    logits and M; with a gate the sums of ds over rows, and over columns inside tiles. Some tile sees
-    another."""
-    (_, k, v, _), carried = vars(piece.inputs).values(), piece.carried
-    layout, gates, factors = piece.layout, piece.gates, piece.factors
+    logits and M; with a gate the sums of ds over rows, and over columns inside tiles. Some tile
+    must see another."""
+    k, v, layout = piece.inputs.k, piece.inputs.v, piece.layout
+    carried, factors = piece.carried, piece.factors
     assert carried is not None
     assert factors is not None
-    (B, T, H, _), G = do_BTHV.shape, v.shape[2]
+    B, T, H, _ = do_BTHV.shape
     work = layout.tiles * B * H
-    tokens = None if gates is None else gates.tokens_4BHS
+    tokens, totals, plane = _gates(piece)
     launch_queries(
         (programs(v.device, work),),
         row_boxes(carried.q, 64),
@@ -137,7 +129,7 @@ def attend_queries(
         row_boxes(gradients.q_left, 64),
         carried.logits,
         tokens,
-        None if gates is None else gates.blocks_BHN,
+        totals,
         layout.start_S,
         lse_BHS,
         delta_BHS,
@@ -147,10 +139,28 @@ def attend_queries(
         dq_BTHK,
         *((None, None) if ds is None else ds),
         piece.scale,
-        *(T, layout.S, layout.tiles, layout.levels, layout.reach, layout.versions, layout.nodes),
-        *(0 if tokens is None else tokens.stride(0), layout.heads, H, work),
-        R=H // G,
-        GATE=gates is not None,
-        DOCUMENTS=layout.start_S is not None,
-        num_warps=WARPS,
+        *(T, layout.S, *_tree(layout), layout.nodes, plane, layout.heads, H, work),
+        **_options(piece, H),
     )
+
+
+def _gates(piece: "Piece") -> tuple[Tensor | None, Tensor | None, int]:
+    """Sums of gates at tokens and of blocks, and how far apart the planes of the first lie."""
+    if piece.gates is None:
+        return None, None, 0
+    tokens_4BHS = piece.gates.tokens_4BHS
+    return tokens_4BHS, piece.gates.blocks_BHN, tokens_4BHS.stride(0)
+
+
+def _tree(layout: Layout) -> tuple[int, int, int, int]:
+    return layout.tiles, layout.levels, layout.reach, layout.versions
+
+
+def _options(piece: "Piece", H: int) -> dict[str, Any]:
+    """What a launch for H query heads is compiled with."""
+    return {
+        "R": H // piece.inputs.v.shape[2],
+        "GATE": piece.gates is not None,
+        "DOCUMENTS": piece.layout.start_S is not None,
+        "num_warps": WARPS,
+    }

@@ -32,21 +32,16 @@ from mixtron.kernels.hopper_tools import (
     take,
     turns,
 )
-from mixtron.kernels.path_attention.hopper_backward import _block_sum
-from mixtron.kernels.path_attention.hopper_forward import _taken
 from mixtron.kernels.path_attention.hopper_query_tile import (
     COLUMN,
-    LOG2_E,
-    OWN,
-    PAIRS,
     ROW,
-    WIDE,
-    C,
     finely,
     inside_tile,
     pass_by,
     through_tile,
 )
+from mixtron.kernels.path_attention.hopper_walks import OWN, PAIRS, WIDE, C, block_sum, taken
+from mixtron.kernels.path_attention.triton_forward import LOG2_E
 from mixtron.kernels.path_attention.triton_tree import (
     key_version,
     query_version,
@@ -143,7 +138,7 @@ def _produce(rings, operands, start_S, tree, sizes, R: gl.constexpr, DOCUMENTS: 
     T, _, _, _, H, work = sizes
     k_n, v_n, map_n, q_n = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     for n in range(turns(work)):
-        a, bh = _taken(n, tiles, work // tiles)
+        a, bh = taken(n, tiles, work // tiles)
         b, h = bh // H, bh % H
         g, G = h // R, H // R
         first = b * T + a * C
@@ -213,7 +208,7 @@ def _consume(
     k_n, v_n, map_n, q_n = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     row_Q = half * OWN + gl.arange(0, OWN, ROW)
     for n in range(turns(work)):
-        a, bh = _taken(n, tiles, work // tiles)
+        a, bh = taken(n, tiles, work // tiles)
         b, h = bh // H, bh % H
         of_head = bh.to(gl.int64) * S
         t_Q = a * C + row_Q
@@ -227,7 +222,7 @@ def _consume(
             # In all of a query's logits are the gates from its tile's left edge to it.
             lse_Q -= gl.load(gates + of_head + t_Q)
             after, total = gates + 3 * plane + of_head, totals + of_head // OWN
-            between = _block_sum(total, low // OWN + 1, a * (C // OWN))
+            between = block_sum(total, low // OWN + 1, a * (C // OWN))
         if DOCUMENTS:
             start_Q = gl.load(start_S + t_Q)
             # Only before it are keys of other documents.

@@ -17,16 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mixtron.kernels.hopper_tools import SWIZZLED, accumulator, free, left_operand, take
+from mixtron.kernels.path_attention.hopper_walks import OWN, PAIRS, WIDE, C
+from mixtron.kernels.path_attention.triton_forward import LOG2_E
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-C = gl.constexpr(128)
-"""Tokens of a tile; also K and V."""
-OWN = gl.constexpr(64)
-"""Queries of a consumer, and keys of a block."""
-PAIRS = gl.constexpr(accumulator(64))
-"""Of [OWN, OWN] in registers."""
-WIDE = gl.constexpr(accumulator(128))
-"""Of [OWN, C]."""
 ROW = gl.constexpr(gl.SliceLayout(1, PAIRS))
 COLUMN = gl.constexpr(gl.SliceLayout(0, PAIRS))
 

@@ -53,19 +53,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from mixtron.kernels.hopper_tools import SWIZZLED, barriers, turn_of, turns
-from mixtron.kernels.path_attention.hopper_tile_steps import (
-    BLOCK,
+from mixtron.kernels.path_attention.hopper_tile_places import (
     DK_DQ,
     DL_DP_K,
     L_V,
     PLACES,
     Q_Y,
-    ROW,
-    ROW_WIDE,
-    WIDE,
     WORDS,
     XT_DA,
-    C,
+    hidden,
+    leave,
+)
+from mixtron.kernels.path_attention.hopper_tile_steps import (
+    ROW_WIDE,
+    WIDE,
     add_A,
     add_K,
     add_keys,
@@ -75,15 +76,19 @@ from mixtron.kernels.path_attention.hopper_tile_steps import (
     begin_U,
     begin_U_of_A,
     by_w,
-    hidden,
-    leave,
     pass_X,
     pass_Y,
     pass_Z,
 )
+from mixtron.kernels.path_attention.hopper_tiles import (
+    BLOCK,
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    ROW,
+    C,
+)
 
 KEY = gl.constexpr(gl.SliceLayout(0, WIDE))
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 VARYING = ("T", "S", "heads", "G", "nodes", "work")
 
 
