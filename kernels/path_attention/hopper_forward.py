@@ -46,35 +46,16 @@ VARYING = ("T", "tiles", "levels", "reach", "versions", "heads", "H", "work")
 
 @gluon.jit(do_not_specialize=VARYING)
 def hopper_forward_kernel(
-    q,
-    k,
-    v,
-    logits,
-    gates,
-    totals,
-    start_S,
-    o_BTHV,
-    lse_BHS,
-    T,
-    tiles,
-    levels,
-    reach,
-    versions,
-    plane,
-    heads,
-    H,
-    work,
-    R: gl.constexpr,
-    GATE: gl.constexpr,
-    DOCUMENTS: gl.constexpr,
-    FINE: gl.constexpr,
-):
+    q, k, v, logits, gates, totals, start_S, o_BTHV, lse_BHS,
+    T, tiles, levels, reach, versions, plane, heads, H, work,
+    R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr, FINE: gl.constexpr,
+):  # fmt: skip
     """Outputs and log-sum-exps of all heads, tile by tile of 128 queries.
 
     q, k, v and logits are descriptors of [128, 128] boxes of [B H versions C, K],
     [B G versions C, K], [B, T, G V] and [B H S, C], the last one's FINE entries as v's dtype. Of
-    the `work` tiles of all heads each program takes some; `plane` is a multiple of
-    16. The rest as in triton_forward.py.
+    the `work` tiles of all heads each program takes some; `plane` is a multiple of 16. The rest as
+    in triton_forward.py.
     """
     rings = ring(q, 2, 2), ring(k, 2, 2), ring(v, 2, 2)
     sizes, tree = (tiles, H, work), (levels, reach, versions)

@@ -105,6 +105,42 @@ def unset_addresses(text: str) -> list[str]:
     return found
 
 
+def overwritten(text: str) -> list[str]:
+    """Instructions that write a register which a product in flight reads: one taken from registers,
+    until all products have been waited for."""
+    flying: set[int] = set()
+    found = []
+    for line in text.splitlines():
+        if product := re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", line):
+            flying |= set(range(int(product[1]), int(product[1]) + 4))
+        elif re.search(r"WARPGROUP.DEPBAR.*0x0 ;", line):
+            flying = set()
+        elif written := re.search(r"\*/\s+(?:@!?U?P\w+ )?(?!ST)([A-Z]\S*) R(\d+)", line):
+            width = 4 if "128" in written[1] else 2 if re.search("64|WIDE|CS2R", written[1]) else 1
+            if flying & set(range(int(written[2]), int(written[2]) + width)):
+                found.append(line.strip())
+    return found
+
+
+def loops(text: str, products: int) -> list[str]:
+    """The instructions of the innermost loops that have so many products."""
+    labels: dict[str, int] = {}
+    lines: list[str] = []
+    found, begin = [], -1
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif re.match(r"\s*/\*\w{4,}\*/", line):
+            lines.append(line)
+            target = re.search(r"BRA.*(\.L_x_\d+)", line)
+            first = labels.get(target[1], -1) if target else -1
+            body = "\n".join(lines[first:])
+            if first > begin and instructions(body)["HGMMA"] == products:
+                found.append(body)
+                begin = first
+    return found
+
+
 def _width(instruction: str) -> int:
     """At most so many registers does it write."""
     if "MMA" in instruction:
