@@ -17,11 +17,14 @@ first), of values 2 x 32 KiB.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from mixtron.kernels.hopper_tools import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
     accumulator,
     fill,
     free,
@@ -40,7 +43,6 @@ from mixtron.kernels.path_attention.triton_tree import (
     versions_at,
 )
 
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 VARYING = ("T", "tiles", "levels", "reach", "versions", "heads", "H", "work")
 
 
@@ -58,6 +60,7 @@ def hopper_forward_kernel(
     in triton_forward.py.
     """
     rings = ring(q, 2, 2), ring(k, 2, 2), ring(v, 2, 2)
+    fence_async_shared()
     sizes, tree = (tiles, H, work), (levels, reach, versions)
     outputs = o_BTHV, lse_BHS, T, heads
     consumed = rings, sizes, (gates, totals, start_S, plane), outputs
