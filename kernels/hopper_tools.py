@@ -19,6 +19,8 @@ SWIZZLED_3 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, r
 """The same for boxes [1, rows, columns], which wgmma takes reshaped to two dimensions."""
 LINEAR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 """Of fp32 scalars."""
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+"""Of a thread, unless a kernel has others."""
 
 
 @gluon.constexpr_function

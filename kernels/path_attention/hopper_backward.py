@@ -28,6 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mixtron.kernels.hopper_tools import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
     barriers,
     fill,
     fill_halves,
@@ -55,7 +57,6 @@ BLOCKS = gl.constexpr(3)
 LEFT = gl.constexpr(left_operand(128))
 KEY = gl.constexpr(gl.SliceLayout(1, PAIRS))
 QUERY = gl.constexpr(gl.SliceLayout(0, PAIRS))
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 VARYING = ("T", "tiles", "levels", "reach", "versions", "nodes", "plane", "H", "work")
 
 

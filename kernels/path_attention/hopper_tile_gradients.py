@@ -52,7 +52,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from mixtron.kernels.hopper_tools import SWIZZLED, barriers, turn_of, turns
+from mixtron.kernels.hopper_tools import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    SWIZZLED,
+    barriers,
+    turn_of,
+    turns,
+)
 from mixtron.kernels.path_attention.hopper_tile_places import (
     DK_DQ,
     DL_DP_K,
@@ -80,13 +87,7 @@ from mixtron.kernels.path_attention.hopper_tile_steps import (
     pass_Y,
     pass_Z,
 )
-from mixtron.kernels.path_attention.hopper_tiles import (
-    BLOCK,
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-    ROW,
-    C,
-)
+from mixtron.kernels.path_attention.hopper_tiles import BLOCK, ROW, C
 
 KEY = gl.constexpr(gl.SliceLayout(0, WIDE))
 VARYING = ("T", "S", "heads", "G", "nodes", "work")

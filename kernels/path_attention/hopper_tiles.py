@@ -32,7 +32,6 @@ SQUARE = gl.constexpr(accumulator(64))
 LEFT = gl.constexpr(left_operand(64))
 ROW = gl.constexpr(gl.SliceLayout(1, SQUARE.value))
 COLUMN = gl.constexpr(gl.SliceLayout(0, SQUARE.value))
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 
 
 # A program's tiles: the i-th together with the i-th from the end, which has versions where that one

@@ -18,12 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mixtron.kernels.hopper_tools import barriers
+from mixtron.kernels.hopper_tools import CONSUMER_REGISTERS, PRODUCER_REGISTERS, barriers
 from mixtron.kernels.path_attention.hopper_tiles import (
     BLOCK,
     COLUMN,
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
     ROW,
     SQUARE,
     C,

@@ -5,7 +5,7 @@ import torch
 
 from mixtron.kernels.log_linear_attention import triton_delta_op as op
 from mixtron.kernels.log_linear_attention.triton_plan import tree_plan
-from tests.helpers.machine_code import Compiled, disassembled, unset_addresses
+from tests.helpers.machine_code import Compiled, disassembled, overwritten, unset_addresses
 
 
 def scans(K, tokens, monkeypatch):
@@ -43,6 +43,18 @@ def test_an_unset_address_is_found():
     assert unset_addresses(FAULTY) == [FAULTY.splitlines()[3].strip()]
 
 
+def test_an_overwritten_operand_is_found():
+    """R4 to R7 are read by a product until it has been waited for."""
+    assert overwritten(IN_FLIGHT) == [IN_FLIGHT.splitlines()[3].strip()]
+
+
+IN_FLIGHT = """
+        /*0450*/                   HGMMA.64x128x16.F32.BF16 R24, R4, gdesc[UR4], R24, gsb0 ;
+        /*0460*/                   MOV R8, R3 ;
+        /*0470*/                   FADD R5, R9, R6 ;
+        /*0480*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0490*/                   MOV R4, R3 ;
+"""
 FAULTY = """
         /*0450*/                   ULEA UR50, UR13, UR50, 0x18 ;
         /*0560*/                   UIADD3 UR13, UR50, 0x2000, URZ ;
