@@ -90,7 +90,8 @@ from mixtron.kernels.path_attention.hopper_tile_steps import (
 from mixtron.kernels.path_attention.hopper_tiles import BLOCK, ROW, C
 
 KEY = gl.constexpr(gl.SliceLayout(0, WIDE))
-VARYING = ("T", "S", "heads", "G", "nodes", "work")
+VARYING = ("T", "S", "heads", "G", "nodes", "work", "dbeta")
+"""A piece's dbeta may begin at any head: not on 16 bytes."""
 
 
 @gluon.jit(do_not_specialize=VARYING)
