@@ -65,6 +65,20 @@ def fill(ring, n, descriptor, coordinates):
 
 
 @gluon.jit
+def fill_with(ring, n, descriptor, coordinates, others, other, place):
+    """Loads the ring's n-th item, and with it a box of another descriptor into the same slot of
+    `others`, buffers of their own."""
+    buffers, full, empty = ring
+    SLOTS: gl.constexpr = buffers.shape[0]
+    slot = n % SLOTS
+    mbarrier.wait(empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+    full = full.index(slot)
+    mbarrier.expect(full, descriptor.block_type.nbytes + other.block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, coordinates, full, buffers.index(slot))
+    tma.async_copy_global_to_shared(other, place, full, others.index(slot))
+
+
+@gluon.jit
 def take(ring, n):
     """The ring's n-th item, when it has come."""
     buffers, full, _ = ring

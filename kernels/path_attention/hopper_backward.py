@@ -1,9 +1,9 @@
 """The gradient of keys and values on Hopper, with Householder maps and K = V = 128: what
 triton_backward.py's key_kernel computes, by three groups of warps.
 
-A producer loads what the others read, in its order and ahead of it, also across the tree's levels
-and from one tile of keys to the next. Two consumers own 64 of the tile's 128 keys each. For each
-block of queries, with the sums in registers,
+A producer loads what the others read, in its order and ahead of it, also across the tree's levels.
+Two consumers own 64 of the tile's 128 keys each. For each block of queries, with the sums in
+registers,
 
     s = k q^T,   dp = v do^T - delta,   p = exp2(s - less),   dv += p do,   ds = p dp,   dk += ds q
 
@@ -41,9 +41,8 @@ from mixtron.kernels.hopper_tools import (
     ring,
     take,
     take_half,
-    turns,
 )
-from mixtron.kernels.path_attention.hopper_walks import OWN, PAIRS, WIDE, C, block_sum, taken
+from mixtron.kernels.path_attention.hopper_walks import OWN, PAIRS, WIDE, C, gates_between, taken
 from mixtron.kernels.path_attention.triton_forward import LOG2_E
 from mixtron.kernels.path_attention.triton_tree import (
     key_version,
@@ -57,28 +56,28 @@ BLOCKS = gl.constexpr(3)
 LEFT = gl.constexpr(left_operand(128))
 KEY = gl.constexpr(gl.SliceLayout(1, PAIRS))
 QUERY = gl.constexpr(gl.SliceLayout(0, PAIRS))
-VARYING = ("T", "tiles", "levels", "reach", "versions", "nodes", "plane", "H", "work")
+VARYING = ("T", "tiles", "levels", "reach", "versions", "nodes", "plane", "H")
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def hopper_key_kernel(
     q, k, v, logits, maps, do, less, delta, dk, dk_versions, dv,
-    gates, totals, start_S, end_S, columns_PBHS,
-    T, tiles, levels, reach, versions, nodes, plane, H, work,
+    gates, totals, before, start_S, end_S, columns_PBHS,
+    T, tiles, levels, reach, versions, nodes, plane, H,
     R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr, FINE: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of keys and values of all heads, tile by tile of 128 keys.
+    """The gradients of a tile of 128 keys and of its values.
 
     By descriptors: boxes [64, 128] of q and k in versions, of logits (as q's dtype, FINE ones), dk
     and dk_versions, [128, 128] of maps, each a matrix of 128 columns; [1, 64, 128] of v, do and dv
-    [B, T, heads V], which have zeros behind T; [64] of less and delta [B H S]. `work` is the number
-    of tiles of all key/value heads, of which each program takes some. The rest as in key_kernel.
+    [B, T, heads V], which have zeros behind T; [64] of less and delta [B H S]. The rest as in
+    key_kernel.
     """
     rings = halves(k, 2), halves(v, 1), ring(maps, 1, 2), _blocks(q, do, less, delta)
     fence_async_shared()
     sources, tree = (q, k, v, logits, maps, do, less, delta), (levels, reach, versions, nodes, H)
-    scalars = gates, totals, start_S, columns_PBHS, plane
-    sizes = T, tiles, work, end_S
+    scalars = gates, totals, before, start_S, columns_PBHS, plane
+    sizes = T, tiles, end_S
     consumed = rings, scalars, (dk, dk_versions, dv), sizes, (levels, reach, versions, H)
     gl.warp_specialize(
         [
@@ -102,12 +101,11 @@ def _blocks(q, do, less, delta):
 
 
 @gluon.jit
-def _place(n, sizes, DOCUMENTS: gl.constexpr):
-    """Of a program's n-th turn: its tile and key/value head, and the first and the last tile's last
-    query that may see its keys."""
-    T, tiles, work, end_S = sizes
-    turn, bg = taken(n, tiles, work // tiles)
-    a = tiles - 1 - turn
+def _place(sizes, DOCUMENTS: gl.constexpr):
+    """A program's tile and key/value head, behind which queries no one sees the keys, and the last
+    tile of queries that do."""
+    T, tiles, end_S = sizes
+    a, bg = taken()
     end = gl.cdiv(T, OWN) * OWN
     if DOCUMENTS:
         end = gl.cdiv(gl.load(end_S + (gl.minimum(a * C + C, T) - 1)), OWN) * OWN
@@ -118,50 +116,38 @@ def _place(n, sizes, DOCUMENTS: gl.constexpr):
 def _produce(rings, sources, sizes, tree, R: gl.constexpr, DOCUMENTS: gl.constexpr):
     k_ring, v_ring, map_ring, block_ring = rings
     q, k, v, logits, maps, do, less, delta = sources
-    _, tiles, work, _ = sizes
+    tiles = sizes[1]
     levels, reach, versions, nodes, H = tree
+    a, bg, end, last = _place(sizes, DOCUMENTS)
+    b, h = bg // (H // R), bg % (H // R) * R
+    fill_halves(v_ring, 0, v, [b, a * C, h // R * C], [b, a * C + OWN, h // R * C])
     k_n, block_n = gl.to_tensor(0), gl.to_tensor(0)
-    for n in range(turns(work)):
-        a, bg, end, last = _place(n, sizes, DOCUMENTS)
-        b, h = bg // (H // R), bg % (H // R) * R
-        first = [b, a * C, h // R * C]
-        second = [b, a * C + OWN, h // R * C]
-        fill_halves(v_ring, n, v, first, second)
-        below, nodes_below = versions, nodes
-        for level in range(levels - 1, -1, -1):
-            below = below - versions_at(level, tiles, reach)
-            nodes_below = nodes_below - (tiles >> level)
-            edge = ((a >> level) + 1) << level
-            behind = edge + (1 << level)
-            if ((a >> level) % 2 == 0) & (edge <= last):
-                row = (bg * versions + below + key_version(a, level, reach)) * C
-                fill_halves(k_ring, k_n, k, [row, 0], [row + OWN, 0])
-                if behind <= last:
-                    node = bg * nodes + nodes_below + (a >> level) + 1
-                    fill(map_ring, _map_n(k_n, n), maps, [node * C, 0])
-                k_n = k_n + 1
-                for r in range(R):
-                    row = (bg * R + r) * versions + below + query_version(edge, level, reach) - edge
-                    for t in range(edge * C, gl.minimum(behind * C, end), OWN):
-                        of_rows = do, [b, t, (h + r) * C], less, delta, (bg * R + r) * tiles * C + t
-                        _fill_block(block_ring, block_n, q, row * C + t, of_rows)
-                        block_n = block_n + 1
-        if last == a:
-            # No query sees these keys: a place that gradients are written through.
-            fill_halves(k_ring, k_n, k, [0, 0], [0, 0])
+    below, nodes_below = versions, nodes
+    for level in range(levels - 1, -1, -1):
+        below = below - versions_at(level, tiles, reach)
+        nodes_below = nodes_below - (tiles >> level)
+        edge = ((a >> level) + 1) << level
+        behind = edge + (1 << level)
+        if ((a >> level) % 2 == 0) & (edge <= last):
+            row = (bg * versions + below + key_version(a, level, reach)) * C
+            fill_halves(k_ring, k_n, k, [row, 0], [row + OWN, 0])
+            if behind <= last:
+                # Each version but the first, from the farthest edge, is behind a map.
+                node = bg * nodes + nodes_below + (a >> level) + 1
+                fill(map_ring, k_n - 1, maps, [node * C, 0])
             k_n = k_n + 1
-        for r in range(R):
-            for t in range(a * C, a * C + C, OWN):
-                row = (bg * R + r) * tiles * C + t
-                of_rows = do, [b, t, (h + r) * C], less, delta, row
-                _fill_block(block_ring, block_n, logits, row, of_rows)
-                block_n = block_n + 1
-
-
-@gluon.jit
-def _map_n(k_n, n):
-    """Which map leads to the k_n-th version: each tile has one less than versions."""
-    return k_n - n - 1
+            for r in range(R):
+                row = (bg * R + r) * versions + below + query_version(edge, level, reach) - edge
+                for t in range(edge * C, gl.minimum(behind * C, end), OWN):
+                    of_rows = do, [b, t, (h + r) * C], less, delta, (bg * R + r) * tiles * C + t
+                    _fill_block(block_ring, block_n, q, row * C + t, of_rows)
+                    block_n = block_n + 1
+    for r in range(R):
+        for t in range(a * C, a * C + C, OWN):
+            row = (bg * R + r) * tiles * C + t
+            of_rows = do, [b, t, (h + r) * C], less, delta, row
+            _fill_block(block_ring, block_n, logits, row, of_rows)
+            block_n = block_n + 1
 
 
 @gluon.jit
@@ -184,77 +170,84 @@ def _consume(
     consumed, half: gl.constexpr, R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr,
     FINE: gl.constexpr,
 ):  # fmt: skip
-    """The keys half * OWN .. of each tile."""
+    """The tile's keys half * OWN .. ."""
     rings, scalars, gradients, sizes, tree = consumed
     k_ring, v_ring, map_ring, block_ring = rings
-    gates, totals, start_S, columns_PBHS, plane = scalars
+    gates, totals, before, start_S, columns_PBHS, plane = scalars
     dk, dk_versions, dv = gradients
-    T, tiles, work, end_S = sizes
+    T, tiles, end_S = sizes
     levels, reach, versions, H = tree
+    a, bg, end, last = _place(sizes, DOCUMENTS)
+    u_K = a * C + half * OWN + gl.arange(0, OWN, KEY)
+    dk_KK = gl.zeros([OWN, C], gl.float32, WIDE)
+    dv_KV = gl.zeros([OWN, C], gl.float32, WIDE)
+    v_KV = take_half(v_ring, 0, half).reshape([OWN, C])
+    # Only from its end on are queries of another document than the first key's.
+    own_end = end
+    if DOCUMENTS:
+        own_end = gl.load(end_S + gl.minimum(a * C, T - 1))
     k_n, block_n = gl.to_tensor(0), gl.to_tensor(0)
-    for n in range(turns(work)):
-        a, bg, end, last = _place(n, sizes, DOCUMENTS)
-        u_K = a * C + half * OWN + gl.arange(0, OWN, KEY)
-        dk_KK = gl.zeros([OWN, C], gl.float32, WIDE)
-        dv_KV = gl.zeros([OWN, C], gl.float32, WIDE)
-        v_KV = take_half(v_ring, n, half).reshape([OWN, C])
-        # Only from its end on are queries of another document than the first key's.
-        own_end = end
-        if DOCUMENTS:
-            own_end = gl.load(end_S + gl.minimum(a * C, T - 1))
-        below = bg * versions + versions
-        for level in range(levels - 1, -1, -1):
-            below = below - versions_at(level, tiles, reach)
-            edge = ((a >> level) + 1) << level
-            behind = edge + (1 << level)
-            if ((a >> level) % 2 == 0) & (edge <= last):
-                if behind <= last:
-                    row = (below + key_version(a, level, reach)) * C + half * OWN
-                    _write(dk_versions, [row, 0], half_of(k_ring, k_n - 1, half), dk_KK)
-                    dk_KK = _carried(dk_KK, take(map_ring, _map_n(k_n, n)))
-                    free(map_ring, _map_n(k_n, n))
-                    tma.store_wait(0)
-                    free_half(k_ring, k_n - 1)
-                k_KK = take_half(k_ring, k_n, half)
-                k_n = k_n + 1
-                for r in range(R):
-                    head = (bg * R + r) * tiles * C
-                    of_gates = 0.0, 0.0
-                    if GATE:
-                        between = block_sum(
-                            totals, (head + a * C + C) // OWN, (head + edge * C) // OWN
-                        )
-                        of_gates = gl.load(gates + plane + head + u_K), between.to(gl.float32)
-                    dk_KK, dv_KV, column_K, block_n = _walk(
-                        dk_KK, dv_KV, k_KK, v_KV, block_ring, block_n, of_gates, totals, head,
-                        u_K, start_S, own_end, edge * C, gl.minimum(behind * C, end),
-                        GATE, DOCUMENTS,
-                    )  # fmt: skip
-                    if GATE:
-                        gl.store(columns_PBHS + level * plane + head + u_K, column_K)
-            elif GATE:
-                for r in range(R):
-                    columns = columns_PBHS + level * plane + (bg * R + r) * tiles * C
-                    gl.store(columns + u_K, gl.zeros([OWN], gl.float32, KEY))
-        free_half(v_ring, n)
-        if last == a:
-            take_half(k_ring, k_n, half)
+    below = bg * versions + versions
+    for level in range(levels - 1, -1, -1):
+        below = below - versions_at(level, tiles, reach)
+        edge = ((a >> level) + 1) << level
+        behind = edge + (1 << level)
+        if ((a >> level) % 2 == 0) & (edge <= last):
+            head = bg * R * tiles * C
+            of_gates = _gates(gates, before, plane, head, a, edge, u_K, GATE)
+            if behind <= last:
+                row = (below + key_version(a, level, reach)) * C + half * OWN
+                _write(dk_versions, [row, 0], half_of(k_ring, k_n - 1, half), dk_KK)
+                dk_KK = _carried(dk_KK, take(map_ring, k_n - 1))
+                free(map_ring, k_n - 1)
+                tma.store_wait(0)
+                free_half(k_ring, k_n - 1)
+            k_KK = take_half(k_ring, k_n, half)
             k_n = k_n + 1
-        staged = half_of(k_ring, k_n - 1, half)
-        row = (bg * tiles + a) * C + half * OWN
-        _write(dk, [row, 0], staged, dk_KK)
-        for r in range(R):
-            head = (bg * R + r) * tiles * C
-            dv_KV, block_n = _inside(
-                dv_KV, block_ring, block_n, gates, totals, start_S, head, a, u_K,
-                half, GATE, DOCUMENTS, FINE,
-            )  # fmt: skip
-        tma.store_wait(0)
-        G = H // R
-        rows = [bg // G, a * C + half * OWN, bg % G * C]
-        _write(dv, rows, staged.reshape([1, OWN, C]), dv_KV)
-        tma.store_wait(0)
-        free_half(k_ring, k_n - 1)
+            for r in range(R):
+                head = (bg * R + r) * tiles * C
+                if R > 1:  # noqa: SIM102 (the compiler stumbles over loads in dead code)
+                    if r > 0:
+                        of_gates = _gates(gates, before, plane, head, a, edge, u_K, GATE)
+                dk_KK, dv_KV, column_K, block_n = _walk(
+                    dk_KK, dv_KV, k_KK, v_KV, block_ring, block_n, of_gates, totals, head,
+                    u_K, start_S, own_end, edge * C, gl.minimum(behind * C, end),
+                    GATE, DOCUMENTS,
+                )  # fmt: skip
+                if GATE:
+                    gl.store(columns_PBHS + level * plane + head + u_K, column_K)
+        elif GATE:
+            for r in range(R):
+                columns = columns_PBHS + level * plane + (bg * R + r) * tiles * C
+                gl.store(columns + u_K, gl.zeros([OWN], gl.float32, KEY))
+    staged = half_of(k_ring, gl.maximum(k_n - 1, 0), half)
+    row = (bg * tiles + a) * C + half * OWN
+    _write(dk, [row, 0], staged, dk_KK)
+    for r in range(R):
+        head = (bg * R + r) * tiles * C
+        dv_KV, column_K, block_n = _inside(
+            dv_KV, v_KV, block_ring, block_n, gates, totals, start_S, head, a, u_K,
+            half, GATE, DOCUMENTS, FINE,
+        )  # fmt: skip
+        if GATE:
+            gl.store(columns_PBHS + levels * plane + head + u_K, column_K)
+    tma.store_wait(0)
+    G = H // R
+    rows = [bg // G, a * C + half * OWN, bg % G * C]
+    _write(dv, rows, staged.reshape([1, OWN, C]), dv_KV)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _gates(gates, before, plane, head, a, edge, u_K, GATE: gl.constexpr):
+    """Of a walk that begins at an edge: the gates behind each key in its tile, and from there to
+    the edge."""
+    after_K, between = 0.0, 0.0
+    if GATE:
+        after_K = gl.load(gates + plane + head + u_K)
+        blocks = before + head // OWN
+        between = gates_between(blocks, (a + 1) * (C // OWN), edge * (C // OWN))
+    return after_K, between
 
 
 @gluon.jit
@@ -265,11 +258,14 @@ def _walk(
     """The query blocks lo .. hi, all behind the keys."""
     queries, outputs, of_less, of_delta, full, empty = ring
     after_K, between = of_gates
+    gate_K, block = after_K, (head + lo) // OWN
+    if GATE:
+        gate_K = after_K + between.to(gl.float32)
     zeros_KQ = gl.zeros([OWN, OWN], gl.float32, PAIRS)
     column_K = gl.zeros([OWN], gl.float32, KEY)
     for t in range(lo, hi, OWN):
         if GATE:
-            block_total = gl.load(totals + (head + t) // OWN)
+            block_total = gl.load(totals + block)
         slot = n % BLOCKS
         mbarrier.wait(full.index(slot), (n // BLOCKS) & 1)
         q_QK, do_QV = queries.index(slot), outputs.index(slot).reshape([OWN, C])
@@ -278,8 +274,7 @@ def _walk(
         dp_KQ = warpgroup_mma(v_KV, do_QV.permute((1, 0)), dp_KQ, is_async=True)
         s_KQ = warpgroup_mma_wait(1, deps=[s_KQ]) * LOG2_E
         if GATE:
-            s_KQ += (after_K + between)[:, None]
-            between = between + block_total
+            s_KQ += gate_K[:, None]
         s_KQ -= of_less.index(slot).load(QUERY)[None, :]
         if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
             if t + OWN > own_end:
@@ -296,41 +291,54 @@ def _walk(
         dk_KK = warpgroup_mma(left_KQ, q_QK, dk_KK, is_async=True)
         dk_KK, dv_KV = warpgroup_mma_wait(0, deps=[dk_KK, dv_KV])
         mbarrier.arrive(empty.index(slot))
+        if GATE:
+            gate_K, block = gate_K + block_total, block + 1
         n = n + 1
     return dk_KK, dv_KV, column_K, n
 
 
 @gluon.jit
 def _inside(
-    dv_KV, ring, n, gates, totals, start_S, head, a, u_K,
+    dv_KV, v_KV, ring, n, gates, totals, start_S, head, a, u_K,
     half: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr, FINE: gl.constexpr,
 ):  # fmt: skip
-    """The queries of the keys' own tile."""
-    logits, outputs, of_less, _, full, empty = ring
+    """The queries of the keys' own tile. What ds is multiplied with there is none of this kernel's
+    business, but a gate's gradient is."""
+    logits, outputs, of_less, of_delta, full, empty = ring
+    zeros_KQ = gl.zeros([OWN, OWN], gl.float32, PAIRS)
+    column_K = gl.zeros([OWN], gl.float32, KEY)
     if GATE:
         until_K = gl.load(gates + head + u_K)
+        first_total = gl.load(totals + (head + a * C) // OWN)
     for i in gl.static_range(2):
         slot = n % BLOCKS
         mbarrier.wait(full.index(slot), (n // BLOCKS) & 1)
         # The first block's queries do not see the second half's keys.
         if i >= half:
             t_Q = a * C + i * OWN + gl.arange(0, OWN, QUERY)
+            do_QV = outputs.index(slot).reshape([OWN, C])
+            if GATE:
+                dp_KQ = zeros_KQ - of_delta.index(slot).load(QUERY)[None, :]
+                dp_KQ = warpgroup_mma(v_KV, do_QV.permute((1, 0)), dp_KQ, is_async=True)
             s_KQ = logits.index(slot).slice(half * OWN, OWN, 1).permute((1, 0)).load(PAIRS)
             s_KQ = gl.cast(s_KQ, FINE, bitcast=True).to(gl.float32) * LOG2_E
             if GATE:
                 s_KQ -= until_K[:, None]
                 if i > 0:
-                    s_KQ += gl.load(totals + (head + a * C) // OWN)
+                    s_KQ += first_total
             s_KQ -= of_less.index(slot).load(QUERY)[None, :]
             seen_KQ = u_K[:, None] <= t_Q[None, :]
             if DOCUMENTS:
                 seen_KQ = seen_KQ & (u_K[:, None] >= gl.load(start_S + t_Q)[None, :])
             p_KQ = gl.exp2(gl.where(seen_KQ, s_KQ, float("-inf")))
+            if GATE:
+                dp_KQ = warpgroup_mma_wait(0, deps=[dp_KQ])
+                column_K += gl.sum(p_KQ * dp_KQ, 1)
             left_KQ = gl.convert_layout(p_KQ.to(outputs.dtype), LEFT)
-            dv_KV = warpgroup_mma(left_KQ, outputs.index(slot).reshape([OWN, C]), dv_KV)
+            dv_KV = warpgroup_mma(left_KQ, do_QV, dv_KV)
         mbarrier.arrive(empty.index(slot))
         n = n + 1
-    return dv_KV, n
+    return dv_KV, column_K, n
 
 
 @gluon.jit

@@ -11,7 +11,6 @@ from mixtron.kernels.hopper_launching import (
     WARPS,
     fine,
     head_boxes,
-    programs,
     row_boxes,
     scalar_boxes,
     token_boxes,
@@ -36,20 +35,20 @@ def attend(piece: "Piece", o_BTHV: Tensor, lse_BHS: Tensor) -> None:
     v, carried, layout = piece.inputs.v, piece.carried, piece.layout
     assert carried is not None
     B, T, H, _ = o_BTHV.shape
-    work = layout.tiles * B * H
-    tokens, totals, plane = _gates(piece)
+    tokens, totals, _ = _gates(piece)
     launch_forward(
-        (programs(v.device, work),),
+        (layout.tiles, B * H),
         row_boxes(carried.q, 128),
         row_boxes(carried.k, 128),
         token_boxes(v, 128),
         row_boxes(carried.logits.view(v.dtype), 128),
+        None if tokens is None else scalar_boxes(tokens[1], 128),
         tokens,
         totals,
         layout.start_S,
         o_BTHV,
         lse_BHS,
-        *(T, *_tree(layout), plane, layout.heads, H, work),
+        *(T, *_tree(layout), layout.heads, H),
         FINE=fine(carried.logits),
         **_options(piece, H),
     )
@@ -65,14 +64,14 @@ def attend_keys(
     columns_PBHS: Tensor | None,
 ) -> None:
     """Writes a piece's gradients of keys, in versions and at right edges, and of values; with a
-    gate the sums of ds over columns, but for those inside tiles. Some tile must see another."""
+    gate the sums of ds over columns, also inside tiles. Some tile must see another."""
     v, carried, layout = piece.inputs.v, piece.carried, piece.layout
     assert carried is not None
     B, T, H, _ = do_BTHV.shape
-    work = layout.tiles * B * v.shape[2]
-    tokens, totals, plane = _gates(piece)
+    tokens, totals, before = _gates(piece)
+    plane = 0 if tokens is None else tokens.stride(0)
     launch_keys(
-        (programs(v.device, work),),
+        (layout.tiles, B * v.shape[2]),
         row_boxes(carried.q, 64),
         row_boxes(carried.k, 64),
         token_boxes(v, 64),
@@ -86,10 +85,11 @@ def attend_keys(
         token_boxes(dv_BTGV, 64),
         tokens,
         totals,
+        before,
         layout.start_S,
         layout.end_S,
         columns_PBHS,
-        *(T, *_tree(layout), layout.nodes, plane, H, work),
+        *(T, *_tree(layout), layout.nodes, plane, H),
         FINE=fine(carried.logits),
         **_options(piece, H),
     )
@@ -102,20 +102,18 @@ def attend_queries(
     delta_BHS: Tensor,
     gradients: "CarriedGradients",
     dq_BTHK: Tensor,
-    ds: tuple[Tensor, Tensor] | None,
+    rows_BHS: Tensor | None,
 ) -> None:
     """Writes a piece's gradients of queries, in versions, at left edges and of the op's input, of
-    logits and M; with a gate the sums of ds over rows, and over columns inside tiles. Some tile
-    must see another."""
+    logits and M; with a gate the sums of ds over rows. Some tile must see another."""
     k, v, layout = piece.inputs.k, piece.inputs.v, piece.layout
     carried, factors = piece.carried, piece.factors
     assert carried is not None
     assert factors is not None
     B, T, H, _ = do_BTHV.shape
-    work = layout.tiles * B * H
-    tokens, totals, plane = _gates(piece)
+    tokens, totals, before = _gates(piece)
     launch_queries(
-        (programs(v.device, work),),
+        (layout.tiles, B * H),
         row_boxes(carried.q, 64),
         row_boxes(carried.k, 64),
         head_boxes(v, 64),
@@ -127,9 +125,11 @@ def attend_queries(
         row_boxes(carried.Y.view(k.dtype), 64),
         row_boxes(gradients.q, 64),
         row_boxes(gradients.q_left, 64),
+        None if tokens is None else scalar_boxes(tokens[3], 64),
         carried.logits,
         tokens,
         totals,
+        before,
         layout.start_S,
         lse_BHS,
         delta_BHS,
@@ -137,19 +137,17 @@ def attend_queries(
         gradients.logits,
         gradients.M,
         dq_BTHK,
-        *((None, None) if ds is None else ds),
+        rows_BHS,
         piece.scale,
-        *(T, layout.S, *_tree(layout), layout.nodes, plane, layout.heads, H, work),
+        *(T, layout.S, *_tree(layout), layout.nodes, layout.heads, H),
         **_options(piece, H),
     )
 
 
-def _gates(piece: "Piece") -> tuple[Tensor | None, Tensor | None, int]:
-    """Sums of gates at tokens and of blocks, and how far apart the planes of the first lie."""
-    if piece.gates is None:
-        return None, None, 0
-    tokens_4BHS = piece.gates.tokens_4BHS
-    return tokens_4BHS, piece.gates.blocks_BHN, tokens_4BHS.stride(0)
+def _gates(piece: "Piece") -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Sums of gates at tokens, of blocks and before them."""
+    x = piece.gates
+    return (None, None, None) if x is None else (x.tokens_4BHS, x.blocks_BHN, x.before_BHN)
 
 
 def _tree(layout: Layout) -> tuple[int, int, int, int]:

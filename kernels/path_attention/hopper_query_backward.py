@@ -1,14 +1,14 @@
 """The gradient of queries on Hopper, with Householder maps and K = V = 128: what
 triton_query_backward.py computes, by three groups of warps.
 
-A producer loads what the others read, in its order and ahead of it, also across the tree's levels
-and from one tile of queries to the next. Two consumers own 64 of the tile's 128 queries each. While
-one makes ds of a block, the tensor cores work for the other.
+A producer loads what the others read, in its order and ahead of it, also across the tree's levels.
+Two consumers own 64 of the tile's 128 queries each. While one makes ds of a block, the tensor cores
+work for the other.
 
 In shared memory, in KiB: queries' versions 2 x 32, of which one serves to write dq; a map 32;
-blocks of keys and values 4 x 32. A tile's do comes first, in the place of keys, and goes to
-registers. At a tile's end the map's place holds X^T, and that of blocks the rest of what the way
-through the tile takes.
+blocks of keys and values 4 x 32, and with a gate what it sums up to behind these keys. The tile's
+do comes first, in the place of keys, and goes to registers. At the end the map's place holds X^T,
+and that of blocks the rest of what the way through the tile takes.
 """
 
 # Descriptors and barriers are for Gluon's compiler alone.
@@ -23,15 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mixtron.kernels.hopper_tools import (
-    barriers,
-    fill,
-    free,
-    left_operand,
-    ring,
-    take,
-    turns,
-)
+from mixtron.kernels.hopper_tools import fill, fill_with, free, left_operand, ring, take
 from mixtron.kernels.path_attention.hopper_query_tile import (
     COLUMN,
     ROW,
@@ -40,7 +32,15 @@ from mixtron.kernels.path_attention.hopper_query_tile import (
     pass_by,
     through_tile,
 )
-from mixtron.kernels.path_attention.hopper_walks import OWN, PAIRS, WIDE, C, block_sum, taken
+from mixtron.kernels.path_attention.hopper_walks import (
+    OWN,
+    PAIRS,
+    WIDE,
+    C,
+    gates_between,
+    sums_of_threads,
+    taken,
+)
 from mixtron.kernels.path_attention.triton_forward import LOG2_E
 from mixtron.kernels.path_attention.triton_tree import (
     key_version,
@@ -50,45 +50,42 @@ from mixtron.kernels.path_attention.triton_tree import (
 
 BLOCKS = gl.constexpr(4)
 """In shared memory."""
-WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
-VARYING = ("T", "S", "tiles", "levels", "reach", "versions", "nodes", "plane", "heads", "H", "work")
+VARYING = ("T", "S", "tiles", "levels", "reach", "versions", "nodes", "heads", "H")
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def hopper_query_kernel(
-    q, k, v, do, maps, k_BTGK, w, XT, Y, dq_versions, dq_left,
-    logits, gates, totals, start_S, lse_BHS, delta_BHS, beta,
-    dlogits, dM, dq, rows_BHS, columns_PBHS, scale,
-    T, S, tiles, levels, reach, versions, nodes, plane, heads, H, work,
+    q, k, v, do, maps, k_BTGK, w, XT, Y, dq_versions, dq_left, after,
+    logits, gates, totals, before, start_S, lse_BHS, delta_BHS, beta,
+    dlogits, dM, dq, rows_BHS, scale,
+    T, S, tiles, levels, reach, versions, nodes, heads, H,
     R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
-    """All heads' queries, tile by tile of 128.
+    """A tile of 128 queries; sums of ds over columns are none of its business.
 
     The first eleven are descriptors of matrices with 128 columns (v, do and k_BTGK: a token's of
-    all heads), in boxes of 64 rows, of maps and XT of 128. `work` is the number of tiles of all
-    heads, of which each program takes some. The rest as in triton_query_backward.py.
+    all heads), in boxes of 64 rows, of maps and XT of 128; `after` of [64] of the gates' sums
+    behind keys, [B H S]. The rest as in triton_query_backward.py.
     """
-    columns = gl.allocate_shared_memory(gl.float32, [1, OWN], WORDS)
-    rings = (
-        ring(k, BLOCKS, 2),
-        ring(v, BLOCKS, 2),
-        ring(maps, 1, 2),
-        (ring(q, 2, 1), ring(q, 2, 1)),
-        (columns, barriers(1, 1), barriers(1, 1)),
-    )
+    k_ring, v_ring, map_ring = ring(k, BLOCKS, 2), ring(v, BLOCKS, 2), ring(maps, 1, 2)
+    afters = k_ring[0]
+    if GATE:
+        afters = gl.allocate_shared_memory(after.dtype, [BLOCKS, OWN], after.layout)
+    q_rings = ring(q, 2, 1), ring(q, 2, 1)
     fence_async_shared()
+    rings = k_ring, v_ring, afters, map_ring, q_rings
     tree = tiles, levels, reach, versions, nodes
-    sizes = T, S, plane, heads, H, work
-    operands = q, k, v, do, maps, k_BTGK, w, XT, Y
-    read = logits, gates, totals, start_S, lse_BHS, delta_BHS, beta
-    written = dq_versions, dq_left, dlogits, dM, dq, rows_BHS, columns_PBHS
+    sizes = T, S, heads, H
+    operands = q, k, v, after, do, maps, k_BTGK, w, XT, Y
+    read = logits, gates, totals, before, start_S, lse_BHS, delta_BHS, beta
+    written = dq_versions, dq_left, dlogits, dM, dq, rows_BHS
     shared = rings, read, written, tree, sizes
     gl.warp_specialize(
         [
             (_consume, (shared, scale, 0, R, GATE, DOCUMENTS)),
             (_consume, (shared, scale, 1, R, GATE, DOCUMENTS)),
-            (_produce, (rings, operands, start_S, tree, sizes, R, DOCUMENTS)),
+            (_produce, (rings, operands, start_S, tree, sizes, R, GATE, DOCUMENTS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -96,153 +93,155 @@ def hopper_query_kernel(
 
 
 @gluon.jit
-def _produce(rings, operands, start_S, tree, sizes, R: gl.constexpr, DOCUMENTS: gl.constexpr):
-    """Loads each tile's operands. A version and its map come after the first blocks of the walk
+def _produce(
+    rings, operands, start_S, tree, sizes,
+    R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr,
+):  # fmt: skip
+    """Loads the tile's operands. A version and its map come after the first blocks of the walk
     before: by then what they overwrite is not in use any more."""
-    k_ring, v_ring, map_ring, q_rings, _ = rings
-    q, k, v, do, maps, k_BTGK, w, XT, Y = operands
+    k_ring, v_ring, _, map_ring, q_rings = rings
+    q, k, v, after, do, maps, k_BTGK, w, XT, Y = operands
     tiles, levels, reach, versions, nodes = tree
-    T, _, _, _, H, work = sizes
-    k_n, v_n, map_n, q_n = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    for n in range(turns(work)):
-        a, bh = taken(n, tiles, work // tiles)
-        b, h = bh // H, bh % H
-        g, G = h // R, H // R
-        first = b * T + a * C
-        for i in gl.static_range(2):
-            fill(k_ring, k_n + i, do, [first + i * OWN, h * C])
-            fill(v_ring, v_n + i, v, [first + i * OWN, g * C])
-        k_n, v_n = k_n + 2, v_n + 2
-        low = _low(start_S, a, DOCUMENTS)
-        own, shared = bh * versions + versions, (b * G + g) * versions + versions
-        map_row = (b * G + g) * nodes + nodes
-        key, token, count, walks = 0 * a, 0 * a, 0 * a, 0 * a
-        for i in range(levels):
-            level = levels - 1 - i
-            room = versions_at(level, tiles, reach)
-            own, shared, map_row = own - room, shared - room, map_row - (tiles >> level)
-            edge = (a >> level) << level
-            if ((a >> level) % 2 == 1) & (low < edge * C):
-                version = (own + query_version(a, level, reach)) * C
-                for half in gl.static_range(2):
-                    fill(q_rings[half], q_n, q, [version + half * OWN, 0])
-                q_n += 1
-                if walks > 0:
-                    fill(map_ring, map_n, maps, [(map_row + (a >> level) - 1) * C, 0])
-                    map_n += 1
-                walks += 1
-                k_n, v_n = _load_blocks(rings, k_n, v_n, k, v, key, token, g, count)
-                lo = gl.maximum((edge - (1 << level)) * C, low)
-                row_0 = shared + key_version(edge - 1, level, reach) - (edge - 1)
-                key, token, count = row_0 * C + lo, b * T + lo, (edge * C - lo) // OWN
-                soon = gl.minimum(count, BLOCKS)
-                k_n, v_n = _load_blocks(rings, k_n, v_n, k, v, key, token, g, soon)
-                key, token, count = key + soon * OWN, token + soon * OWN, count - soon
-        k_n, v_n = _load_blocks(rings, k_n, v_n, k, v, key, token, g, count)
-        shared = ((b * G + g) * tiles + a) * C
-        fill(map_ring, map_n, XT, [shared, 0])
-        map_n += 1
-        for i in gl.static_range(2):
-            fill(v_ring, v_n + i, Y, [shared + i * OWN, 0])
-        for i in gl.static_range(2):
-            fill(k_ring, k_n + i, k_BTGK, [first + i * OWN, g * C])
-        fill(k_ring, k_n + 2, w, [shared, 0])
-        fill(v_ring, v_n + 2, w, [shared + OWN, 0])
-        k_n, v_n = k_n + 3, v_n + 3
+    T, S, _, H = sizes
+    turn, bh = taken()
+    a, b, h = tiles - 1 - turn, bh // H, bh % H
+    g, G = h // R, H // R
+    first = b * T + a * C
+    for i in gl.static_range(2):
+        fill(k_ring, i, do, [first + i * OWN, h * C])
+        fill(v_ring, i, v, [first + i * OWN, g * C])
+    blocks = k, v, after, g
+    low = _low(start_S, a, DOCUMENTS)
+    own, shared = bh * versions + versions, (b * G + g) * versions + versions
+    map_row = (b * G + g) * nodes + nodes
+    n, walks = 0 * a + 2, 0 * a
+    key, token, gate, count = 0 * a, 0 * a, 0 * a, 0 * a
+    for i in range(levels):
+        level = levels - 1 - i
+        room = versions_at(level, tiles, reach)
+        own, shared, map_row = own - room, shared - room, map_row - (tiles >> level)
+        edge = (a >> level) << level
+        if ((a >> level) % 2 == 1) & (low < edge * C):
+            version = (own + query_version(a, level, reach)) * C
+            for half in gl.static_range(2):
+                fill(q_rings[half], walks, q, [version + half * OWN, 0])
+            if walks > 0:
+                fill(map_ring, walks - 1, maps, [(map_row + (a >> level) - 1) * C, 0])
+            walks += 1
+            n = _load_blocks(rings, n, blocks, key, token, gate, count, GATE)
+            lo = gl.maximum((edge - (1 << level)) * C, low)
+            row_0 = shared + key_version(edge - 1, level, reach) - (edge - 1)
+            key, token, gate = row_0 * C + lo, b * T + lo, bh * S + lo
+            count = (edge * C - lo) // OWN
+            soon = gl.minimum(count, BLOCKS)
+            n = _load_blocks(rings, n, blocks, key, token, gate, soon, GATE)
+            key, token, gate = key + soon * OWN, token + soon * OWN, gate + soon * OWN
+            count -= soon
+    n = _load_blocks(rings, n, blocks, key, token, gate, count, GATE)
+    shared = ((b * G + g) * tiles + a) * C
+    fill(map_ring, gl.maximum(walks - 1, 0), XT, [shared, 0])
+    for i in gl.static_range(2):
+        fill(v_ring, n + i, Y, [shared + i * OWN, 0])
+    for i in gl.static_range(2):
+        fill(k_ring, n + i, k_BTGK, [first + i * OWN, g * C])
+    fill(k_ring, n + 2, w, [shared, 0])
+    fill(v_ring, n + 2, w, [shared + OWN, 0])
 
 
 @gluon.jit
-def _load_blocks(rings, k_n, v_n, k, v, key, token, g, count):
-    """Blocks of keys, from row `key` on, and of their values. Returns the rings' next items."""
+def _load_blocks(rings, n, blocks, key, token, gate, count, GATE: gl.constexpr):
+    """Blocks of keys, from row `key` on, and of what belongs to them. Returns the rings' next."""
+    k_ring, v_ring, afters, _, _ = rings
+    k, v, after, g = blocks
     for i in range(count):
-        fill(rings[0], k_n + i, k, [key + i * OWN, 0])
-        fill(rings[1], v_n + i, v, [token + i * OWN, g * C])
-    return k_n + count, v_n + count
+        fill(k_ring, n + i, k, [key + i * OWN, 0])
+        value = [token + i * OWN, g * C]
+        if GATE:
+            fill_with(v_ring, n + i, v, value, afters, after, [gate + i * OWN])
+        else:
+            fill(v_ring, n + i, v, value)
+    return n + count
 
 
 @gluon.jit
 def _consume(
     shared, scale, half: gl.constexpr, R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr
 ):
-    """The queries half * OWN .. of each tile."""
+    """The tile's queries half * OWN .. ."""
     rings, read, written, tree, sizes = shared
-    k_ring, _, map_ring, q_rings, _ = rings
-    _, gates, totals, start_S, lse_BHS, delta_BHS, _ = read
-    dq_versions, dq_left, _, _, _, rows_BHS, _ = written
+    k_ring, _, _, map_ring, q_rings = rings
+    _, gates, totals, before, start_S, lse_BHS, delta_BHS, _ = read
+    dq_versions, dq_left, _, _, _, rows_BHS = written
     tiles, levels, reach, versions, _ = tree
-    T, S, plane, heads, H, work = sizes
+    T, S, heads, H = sizes
     q_ring = q_rings[half]
-    k_n, v_n, map_n, q_n = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    row_Q = half * OWN + gl.arange(0, OWN, ROW)
-    for n in range(turns(work)):
-        a, bh = taken(n, tiles, work // tiles)
-        b, h = bh // H, bh % H
-        of_head = bh.to(gl.int64) * S
-        t_Q = a * C + row_Q
-        # No weights behind the last token, whatever lies there.
-        lse_Q = gl.where(t_Q < T, gl.load(lse_BHS + of_head + t_Q) * LOG2_E, float("inf"))
-        delta_Q = gl.load(delta_BHS + of_head + t_Q)
-        start_Q, latest = 0 * t_Q, 0 * a
-        after, total, between = lse_BHS, lse_BHS, gl.cast(0.0, gl.float64)
-        low = _low(start_S, a, DOCUMENTS)
-        if GATE:
-            # In all of a query's logits are the gates from its tile's left edge to it.
-            lse_Q -= gl.load(gates + of_head + t_Q)
-            after, total = gates + 3 * plane + of_head, totals + of_head // OWN
-            between = block_sum(total, low // OWN + 1, a * (C // OWN))
-        if DOCUMENTS:
-            start_Q = gl.load(start_S + t_Q)
-            # Only before it are keys of other documents.
-            latest = gl.load(start_S + a * C + half * OWN + OWN - 1)
-        of_rows = t_Q, lse_Q, delta_Q, start_Q
-        # In registers, because products of 64 x 64 from shared memory alone read all that it gives.
-        do_QV = take(k_ring, k_n + half).load(left_operand(OWN))
-        for i in gl.static_range(2):
-            pass_by(k_ring, k_n + i)
-        sum_Q = inside_tile(do_QV, of_rows, a, of_head, n, v_n, half, shared, GATE)
-        k_n, v_n = k_n + 2, v_n + 2
+    turn, bh = taken()
+    a, b, h = tiles - 1 - turn, bh // H, bh % H
+    of_head = bh.to(gl.int64) * S
+    t_Q = a * C + half * OWN + gl.arange(0, OWN, ROW)
+    lse_Q, delta_Q = gl.load(lse_BHS + of_head + t_Q), gl.load(delta_BHS + of_head + t_Q)
+    start_Q, latest = 0 * t_Q, 0 * a
+    total, between = lse_BHS, gl.cast(0.0, gl.float64)
+    low = _low(start_S, a, DOCUMENTS)
+    if GATE:
+        until_Q = gl.load(gates + of_head + t_Q)
+        total = totals + of_head // OWN
+        # Where no key is in another tile, there is no gate between either.
+        block = gl.minimum(low // OWN + 1, a * (C // OWN))
+        between = gates_between(before + of_head // OWN, block, a * (C // OWN))
+    if DOCUMENTS:
+        start_Q = gl.load(start_S + t_Q)
+        # Only before it are keys of other documents.
+        latest = gl.load(start_S + a * C + half * OWN + OWN - 1)
+    # No weights behind the last token, whatever lies there.
+    lse_Q = gl.where(t_Q < T, lse_Q * LOG2_E, float("inf"))
+    if GATE:
+        # In all of a query's logits are the gates from its tile's left edge to it.
+        lse_Q -= until_Q
+    of_rows = t_Q, lse_Q, delta_Q, start_Q
+    # In registers, because products of 64 x 64 from shared memory alone read all that it gives.
+    do_QV = take(k_ring, half).load(left_operand(OWN))
+    for i in gl.static_range(2):
+        pass_by(k_ring, i)
+    sum_Q = inside_tile(do_QV, of_rows, a, of_head, half, shared, GATE)
 
-        dq_QK = gl.zeros([OWN, C], gl.float32, WIDE)
-        own, walks = bh * versions + versions, 0 * a
-        for i in range(levels):
-            level = levels - 1 - i
-            own -= versions_at(level, tiles, reach)
-            edge = (a >> level) << level
-            if ((a >> level) % 2 == 1) & (low < edge * C):
-                if walks > 0:
-                    version = (own + query_version(a, level, reach)) * C
-                    _write(dq_versions, version + half * OWN, q_ring, q_n - 1, dq_QK)
-                    map_KK = take(map_ring, map_n)
-                    zeros_QK = gl.zeros([OWN, C], gl.float32, WIDE)
-                    dq_QK = finely(zeros_QK, dq_QK, map_KK.permute((1, 0)))
-                    free(map_ring, map_n)
-                    map_n += 1
-                    tma.store_wait(0)
-                    free(q_ring, q_n - 1)
-                walks += 1
-                lo = gl.maximum((edge - (1 << level)) * C, low)
-                dq_QK, sum_Q, between = _walk(
-                    dq_QK, sum_Q, between, take(q_ring, q_n), do_QV, of_rows, latest, after, total,
-                    lo, edge * C, rings, k_n, v_n, GATE, DOCUMENTS,
-                )  # fmt: skip
-                k_n += (edge * C - lo) // OWN
-                v_n += (edge * C - lo) // OWN
-                q_n += 1
-        _write(dq_left, bh * S + a * C + half * OWN, q_ring, q_n + 1, dq_QK)
-        if GATE:
-            gl.store(rows_BHS + of_head + t_Q, sum_Q)
-        tma.store_wait(0)
-        free(q_ring, q_n - 1, walks > 0)
-        token_Q = (b.to(gl.int64) * T + t_Q) * heads + h
-        of_group = (b * (H // R) + h // R).to(gl.int64) * S
-        places = of_head + a * C, of_group + a * C, token_Q
-        through_tile(dq_QK, of_rows, places, scale, a, k_n, v_n, map_n, half, shared)
-        k_n, v_n, map_n = k_n + 3, v_n + 3, map_n + 1
+    dq_QK = gl.zeros([OWN, C], gl.float32, WIDE)
+    own, n, walks = bh * versions + versions, 0 * a + 2, 0 * a
+    for i in range(levels):
+        level = levels - 1 - i
+        own -= versions_at(level, tiles, reach)
+        edge = (a >> level) << level
+        if ((a >> level) % 2 == 1) & (low < edge * C):
+            if walks > 0:
+                version = (own + query_version(a, level, reach)) * C
+                _write(dq_versions, version + half * OWN, q_ring, walks - 1, dq_QK)
+                map_KK = take(map_ring, walks - 1)
+                zeros_QK = gl.zeros([OWN, C], gl.float32, WIDE)
+                dq_QK = finely(zeros_QK, dq_QK, map_KK.permute((1, 0)))
+                free(map_ring, walks - 1)
+                tma.store_wait(0)
+                free(q_ring, walks - 1)
+            lo = gl.maximum((edge - (1 << level)) * C, low)
+            dq_QK, sum_Q, between = _walk(
+                dq_QK, sum_Q, between, take(q_ring, walks), do_QV, of_rows, latest, total,
+                lo, edge * C, rings, n, GATE, DOCUMENTS,
+            )  # fmt: skip
+            n += (edge * C - lo) // OWN
+            walks += 1
+    _write(dq_left, bh * S + a * C + half * OWN, q_ring, walks + 1, dq_QK)
+    if GATE:
+        gl.store(rows_BHS + of_head + t_Q, gl.convert_layout(gl.sum(sum_Q, 1), ROW))
+    token_Q = (b.to(gl.int64) * T + t_Q) * heads + h
+    of_group = (b * (H // R) + h // R).to(gl.int64) * S
+    places = of_head + a * C, of_group + a * C, token_Q
+    map_n = gl.maximum(walks - 1, 0)
+    through_tile(dq_QK, of_rows, places, scale, a, n, map_n, half, shared)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def _walk(
-    dq_QK, sum_Q, between, q_QK, do_QV, of_rows, latest, after, total, lo, hi, rings, k_n, v_n,
+    dq_QK, sum_Q, between, q_QK, do_QV, of_rows, latest, total, lo, hi, rings, n,
     GATE: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     """The key blocks lo .. hi, all before the queries, from the first to the last.
@@ -250,40 +249,42 @@ def _walk(
     `between` is the sum of the gates from block lo's right edge to the query tile's left edge. What
     is taken from it on the way is exact to fp64's precision.
     """
-    k_ring, v_ring, _, _, _ = rings
+    k_ring, v_ring, afters, _, _ = rings
     delta_Q = of_rows[2]
     LEFT: gl.constexpr = left_operand(C)
     count = (hi - lo) // OWN
-    gate_B, between = _gates(after, total, between, lo, GATE)
-    k_BK = take(k_ring, k_n)
-    s_QB, dp_QB = _logits(q_QK, k_BK), _logits(do_QV, take(v_ring, v_n))
+    k_BK = take(k_ring, n)
+    s_QB, dp_QB = _logits(q_QK, k_BK), _logits(do_QV, take(v_ring, n))
+    gates, between = _gates(afters.index(n % BLOCKS), total, between, lo, of_rows, GATE)
     s_QB = warpgroup_mma_wait(1, deps=[s_QB])
-    p_QB = _weights(s_QB, gate_B, lo, latest, of_rows, GATE, DOCUMENTS)
+    p_QB = _weights(s_QB, gates, lo, latest, of_rows, GATE, DOCUMENTS)
     dp_QB = warpgroup_mma_wait(0, deps=[dp_QB])
-    free(v_ring, v_n)
+    free(v_ring, n)
     ds_QB = p_QB * (dp_QB - delta_Q[:, None])
     if GATE:
-        sum_Q += gl.sum(ds_QB, 1)
+        sum_Q += sums_of_threads(ds_QB)
     ds_QB = gl.convert_layout(ds_QB.to(k_BK.dtype), LEFT)
     for i in range(1, count):
         first = lo + i * OWN
-        gate_B, between = _gates(after, total, between, first, GATE)
-        next_BK = take(k_ring, k_n + i)
-        s_QB, dp_QB = _logits(q_QK, next_BK), _logits(do_QV, take(v_ring, v_n + i))
+        next_BK = take(k_ring, n + i)
+        s_QB, dp_QB = _logits(q_QK, next_BK), _logits(do_QV, take(v_ring, n + i))
         dq_QK = warpgroup_mma(ds_QB, k_BK, dq_QK, is_async=True)
+        gates, between = _gates(
+            afters.index((n + i) % BLOCKS), total, between, first, of_rows, GATE
+        )
         s_QB = warpgroup_mma_wait(2, deps=[s_QB])
-        p_QB = _weights(s_QB, gate_B, first, latest, of_rows, GATE, DOCUMENTS)
+        p_QB = _weights(s_QB, gates, first, latest, of_rows, GATE, DOCUMENTS)
         dp_QB = warpgroup_mma_wait(1, deps=[dp_QB])
-        free(v_ring, v_n + i)
+        free(v_ring, n + i)
         next_QB = p_QB * (dp_QB - delta_Q[:, None])
         if GATE:
-            sum_Q += gl.sum(next_QB, 1)
+            sum_Q += sums_of_threads(next_QB)
         ds_QB = gl.convert_layout(next_QB.to(k_BK.dtype), LEFT)
         k_BK = next_BK
         dq_QK = warpgroup_mma_wait(0, deps=[dq_QK])
-        free(k_ring, k_n + i - 1)
+        free(k_ring, n + i - 1)
     dq_QK = warpgroup_mma(ds_QB, k_BK, dq_QK)
-    free(k_ring, k_n + count - 1)
+    free(k_ring, n + count - 1)
     return dq_QK, sum_Q, between
 
 
@@ -295,23 +296,26 @@ def _logits(x_QK, y_BK):
 
 
 @gluon.jit
-def _gates(after, total, between, first, GATE: gl.constexpr):
-    """The gates from a block's keys to the query tile's left edge, and `between` of the next block,
-    which may be the queries' own."""
-    column_B = gl.arange(0, OWN, COLUMN)
-    gate_B = column_B
+def _gates(after, total, between, first, of_rows, GATE: gl.constexpr):
+    """What is added to a block's logits for its keys and taken from them for the queries, while
+    nothing but products is under way; and `between` of the next block, which may be the queries'
+    own."""
+    _, lse_Q, _, _ = of_rows
+    after_B = lse_Q
     if GATE:
-        gate_B = gl.load(after + first + column_B) + between.to(gl.float32)
-        between -= gl.load(total + first // OWN + 1).to(gl.float64)
-    return gate_B, between
+        after_B = after.load(COLUMN)
+        lse_Q = lse_Q - between.to(gl.float32)
+        between = between - gl.load(total + first // OWN + 1).to(gl.float64)
+    return (after_B, lse_Q), between
 
 
 @gluon.jit
-def _weights(s_QB, gate_B, first, latest, of_rows, GATE: gl.constexpr, DOCUMENTS: gl.constexpr):
-    _, lse_Q, _, start_Q = of_rows
+def _weights(s_QB, gates, first, latest, of_rows, GATE: gl.constexpr, DOCUMENTS: gl.constexpr):
+    _, _, _, start_Q = of_rows
+    after_B, lse_Q = gates
     s_QB = s_QB * LOG2_E
     if GATE:
-        s_QB += gate_B[None, :]
+        s_QB += after_B[None, :]
     if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
         if first < latest:
             u_B = first + gl.arange(0, OWN, COLUMN)

@@ -10,14 +10,10 @@ right quarters of ds and dM and the lower left one of X^T, is left out in blocks
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from mixtron.kernels.hopper_tools import SWIZZLED, accumulator, free, left_operand, take
-from mixtron.kernels.path_attention.hopper_walks import OWN, PAIRS, WIDE, C
+from mixtron.kernels.path_attention.hopper_walks import OWN, PAIRS, WIDE, C, sums_of_threads
 from mixtron.kernels.path_attention.triton_forward import LOG2_E
 
 ROW = gl.constexpr(gl.SliceLayout(1, PAIRS))
@@ -25,45 +21,37 @@ COLUMN = gl.constexpr(gl.SliceLayout(0, PAIRS))
 
 
 @gluon.jit
-def inside_tile(do_QV, of_rows, a, of_head, n, v_n, half: gl.constexpr, shared, GATE: gl.constexpr):
-    """The keys of the queries' own tile: writes ds, and with a gate its sums over columns; returns
-    those over rows."""
-    rings, read, written, tree, sizes = shared
-    _, v_ring, _, _, column_ring = rings
-    logits, gates, _, _, _, _, _ = read
-    _, _, dlogits, _, _, _, columns_PBHS = written
+def inside_tile(do_QV, of_rows, a, of_head, half: gl.constexpr, shared, GATE: gl.constexpr):
+    """The keys of the queries' own tile: writes ds; returns its sums over rows by threads, with
+    a gate."""
+    rings, read, written, _, _ = shared
+    _, v_ring, _, _, _ = rings
+    logits, gates, _, _, _, _, _, _ = read
+    _, _, dlogits, _, _, _ = written
     t_Q, lse_Q, delta_Q, start_Q = of_rows
-    _, _, plane, _, _, _ = sizes
-    _, levels, _, _, _ = tree
-    sum_Q = gl.zeros([OWN], gl.float32, ROW)
+    sum_Q = sums_of_threads(gl.zeros([OWN, OWN], gl.float32, PAIRS))
     for i in gl.static_range(half + 1):
         u_B = a * C + i * OWN + gl.arange(0, OWN, COLUMN)
         pairs_QB = _pairs(of_head + a * C, half, i)
+        if GATE:
+            until_B = gl.load(gates + of_head + u_B)
         s_QB = gl.load(logits + pairs_QB).to(gl.float32) * LOG2_E
         if GATE:
-            s_QB -= gl.load(gates + of_head + u_B)[None, :]
-        v_BV = take(v_ring, v_n + i)
+            s_QB -= until_B[None, :]
+        v_BV = take(v_ring, i)
         dp_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
         dp_QB = warpgroup_mma(do_QV, v_BV.permute((1, 0)), dp_QB, use_acc=False, is_async=True)
         seen_QB = (u_B[None, :] <= t_Q[:, None]) & (u_B[None, :] >= start_Q[:, None])
         p_QB = gl.exp2(gl.where(seen_QB, s_QB, float("-inf")) - lse_Q[:, None])
         dp_QB = warpgroup_mma_wait(0, deps=[dp_QB])
-        free(v_ring, v_n + i)
+        free(v_ring, i)
         ds_QB = p_QB * (dp_QB - delta_Q[:, None])
         gl.store(dlogits + pairs_QB, ds_QB.to(dlogits.dtype.element_ty))
         if GATE:
-            sum_Q += gl.sum(ds_QB, 1)
-            sum_B = gl.sum(ds_QB, 0)
-            if half == 0:
-                _pass_on(column_ring, n, sum_B)
-            else:
-                if i == 0:
-                    sum_B = take(column_ring, n).load(COLUMN) + sum_B
-                    free(column_ring, n)
-                gl.store(columns_PBHS + levels.to(gl.int64) * plane + of_head + u_B, sum_B)
+            sum_Q += sums_of_threads(ds_QB)
     if half == 0:
         # These queries have no keys in the tile's second block.
-        pass_by(v_ring, v_n + 1)
+        pass_by(v_ring, 1)
     return sum_Q
 
 
@@ -76,30 +64,21 @@ def pass_by(ring, n):
 
 
 @gluon.jit
-def _pass_on(column_ring, n, sum_B):
-    """From one consumer to the other."""
-    columns, full, empty = column_ring
-    mbarrier.wait(empty.index(0), (n & 1) ^ 1)
-    columns.index(0).store(sum_B)
-    mbarrier.arrive(full.index(0))
-
-
-@gluon.jit
-def through_tile(dq_QK, of_rows, places, scale, a, k_n, v_n, map_n, half: gl.constexpr, shared):
+def through_tile(dq_QK, of_rows, places, scale, a, n, map_n, half: gl.constexpr, shared):
     """Writes -dM, whose M is before beta, and dq, from that at the tile's left edge and from ds
     inside of it (triton_tile_gradients.py): as it is written there, of the columns up to the rows.
     """
     rings, read, written, _, sizes = shared
-    k_ring, v_ring, map_ring, _, _ = rings
-    _, _, _, _, _, _, beta = read
-    _, _, dlogits, dM, dq, _, _ = written
+    k_ring, v_ring, _, map_ring, _ = rings
+    _, _, _, _, _, _, _, beta = read
+    _, _, dlogits, dM, dq, _ = written
     t_Q, _, _, start_Q = of_rows
     of_queries, of_keys, token_Q = places
     XT_CC = take(map_ring, map_n)
     FINE: gl.constexpr = XT_CC.dtype
     left_QK = dq_QK
     for i in gl.static_range(half + 1):
-        Y_BK = take(v_ring, v_n + i)._reinterpret(FINE, [OWN, C], SWIZZLED)
+        Y_BK = take(v_ring, n + i)._reinterpret(FINE, [OWN, C], SWIZZLED)
         dM_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
         dM_QB = finely(dM_QB, left_QK, Y_BK.permute((1, 0)))
         for j in gl.static_range(i + 1):
@@ -112,14 +91,10 @@ def through_tile(dq_QK, of_rows, places, scale, a, k_n, v_n, map_n, half: gl.con
         gl.store(dM + _pairs(of_queries, half, i), (dM_QB * scale).to(dM.dtype.element_ty))
         beta_B = gl.load(beta + of_keys + i * OWN + gl.arange(0, OWN, COLUMN))
         ds_QB = gl.convert_layout(ds_QB.to(k_ring[0].dtype), left_operand(C))
-        dq_QK = warpgroup_mma(ds_QB, take(k_ring, k_n + i), dq_QK)
-        w_BK = take(k_ring, k_n + 2) if i == 0 else take(v_ring, v_n + 2)
+        dq_QK = warpgroup_mma(ds_QB, take(k_ring, n + i), dq_QK)
+        w_BK = take(k_ring, n + 2) if i == 0 else take(v_ring, n + 2)
         w_BK = w_BK._reinterpret(FINE, [OWN, C], SWIZZLED)
         dq_QK = finely(dq_QK, dM_QB * -beta_B[None, :], w_BK)
-    free(map_ring, map_n)
-    for i in gl.static_range(3):
-        pass_by(k_ring, k_n + i)
-        pass_by(v_ring, v_n + i)
     column_K = gl.arange(0, C, gl.SliceLayout(0, WIDE))
     inside_Q = gl.convert_layout(t_Q < sizes[0], gl.SliceLayout(1, WIDE))
     token_Q = gl.convert_layout(token_Q, gl.SliceLayout(1, WIDE))

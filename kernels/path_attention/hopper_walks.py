@@ -1,5 +1,5 @@
 """What attention's three kernels for Hopper share, with Householder maps and K = V = 128: each
-program takes tile after tile of 128 tokens, and its two consumers own 64 of these each."""
+program takes a tile of 128 tokens, and its two consumers own 64 of these each."""
 
 # What is called here is for Gluon's compiler alone.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -7,8 +7,8 @@ program takes tile after tile of 128 tokens, and its two consumers own 64 of the
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mixtron.kernels.hopper_tools import accumulator, turn_of
-from mixtron.kernels.path_attention.triton_tiles import TOGETHER
+from mixtron.kernels.hopper_tools import accumulator
+from mixtron.kernels.path_attention.triton_tiles import longest_first
 
 C = gl.constexpr(128)
 """Tokens of a tile; also K and V."""
@@ -18,25 +18,22 @@ PAIRS = gl.constexpr(accumulator(64))
 """Of [OWN, OWN] in registers."""
 WIDE = gl.constexpr(accumulator(128))
 """Of [OWN, C]."""
-LANES = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
 
 @gluon.jit
-def taken(n, tiles, heads):
-    """The tile and the head of a program's n-th turn. The long tiles of several heads come before
-    their short ones."""
-    turn = turn_of(n)
-    first = turn // (tiles * TOGETHER) * TOGETHER
-    together = gl.minimum(heads - first, TOGETHER)
-    turn -= first * tiles
-    return tiles - 1 - turn // together, first + turn % together
+def taken():
+    """Of a grid (tiles, heads): which tile, counted from that of most work, and which head."""
+    turn, head = longest_first()
+    return turn, head.to(gl.int32)
 
 
 @gluon.jit
-def block_sum(x, first, end):
-    """x[first .. end] in fp64, by each warp."""
-    lane = gl.arange(0, 128, LANES)
-    sum_x = gl.zeros([128], gl.float64, LANES)
-    for i in range(first, end, 128):
-        sum_x += gl.load(x + i + lane, i + lane < end, 0.0).to(gl.float64)
-    return gl.sum(sum_x, 0)
+def sums_of_threads(x_NM):
+    """Over a row of an accumulator [OWN, OWN], by each thread of what it has: [OWN, 8]."""
+    return gl.sum(x_NM.reshape([OWN, 8, 8]), 1)
+
+
+@gluon.jit
+def gates_between(before, first, end):
+    """The gates of the blocks first .. end - 1 of a head, from the sums before each."""
+    return gl.load(before + end) - gl.load(before + first)

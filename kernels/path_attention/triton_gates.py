@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,9 +27,12 @@ class GateSums:
     to the tile's right edge; the same for blocks."""
     blocks_BHN: Tensor
     """Of whole blocks."""
+    before_BHN: Tensor
+    """Of all blocks before each; fp64, so that differences are those blocks' sums."""
 
     def part(self, rows: slice, heads: slice) -> "GateSums":
-        return GateSums(self.tokens_4BHS[:, rows, heads], self.blocks_BHN[rows, heads])
+        blocks = (x[rows, heads] for x in (self.blocks_BHN, self.before_BHN))
+        return GateSums(self.tokens_4BHS[:, rows, heads], *blocks)
 
 
 @triton.jit(do_not_specialize=("T", "S", "H"))
@@ -58,6 +62,18 @@ def sums_kernel(
     tl.store(out + 2 * plane, until_NB)
     tl.store(out + 3 * plane, behind_NB)
     tl.store(blocks_BHN + bh * (S // BLOCK) + first // BLOCK + block_N, total_N)
+
+
+@triton.jit(do_not_specialize=("N",))
+def before_kernel(blocks_BHN, before_BHN, N, CHUNK: tl.constexpr):
+    """Of one head."""
+    head = tl.program_id(0).to(tl.int64) * N
+    before = tl.full([], 0.0, tl.float64)
+    for first in range(0, N, CHUNK):
+        n_C = first + tl.arange(0, CHUNK)
+        block_C = tl.load(blocks_BHN + head + n_C, n_C < N, 0.0).to(tl.float64)
+        tl.store(before_BHN + head + n_C, before + tl.cumsum(block_C, 0) - block_C, n_C < N)
+        before += tl.sum(block_C, 0)
 
 
 @triton.jit
@@ -100,7 +116,8 @@ def gate_gradient_kernel(
         tl.store(dgate, tl.where(t_C == start_C, 0.0, sum_C).to(tl.float32), inside_C)
 
 
-launch_sums, launch_gradient = Launched(sums_kernel), Launched(gate_gradient_kernel)
+launch_sums, launch_before = Launched(sums_kernel), Launched(before_kernel)
+launch_gradient = Launched(gate_gradient_kernel)
 
 
 def gate_sums(log_forget_BTH: Tensor, S: int, C: int, block: int) -> GateSums:
@@ -115,7 +132,9 @@ def gate_sums(log_forget_BTH: Tensor, S: int, C: int, block: int) -> GateSums:
         BLOCK=block,
         num_warps=1,
     )
-    return GateSums(tokens_4BHS, blocks_BHN)
+    before_BHN = torch.empty_like(blocks_BHN, dtype=torch.float64)
+    launch_before((B * H,), blocks_BHN, before_BHN, S // block, CHUNK=CHUNK, num_warps=4)
+    return GateSums(tokens_4BHS, blocks_BHN, before_BHN)
 
 
 def gate_gradient(

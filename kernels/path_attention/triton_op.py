@@ -36,7 +36,7 @@ from mixtron.kernels.path_attention.triton_plan import (
 from mixtron.kernels.path_attention.triton_query_backward import query_kernel
 from mixtron.kernels.triton_tools import INTERPRETED, check_takes, product_dtype
 
-WORKSPACE_BYTES = 2**30
+WORKSPACE_BYTES = 3 * 2**28
 """Of what is in memory at once beyond inputs and results; heads are taken in pieces that fit."""
 LOG2_E = 1.4426950408889634
 DELTA_WARPS = 4
@@ -347,7 +347,8 @@ def attend_queries(
     the sums of ds over rows, and over columns inside tiles."""
     of_rows = do_BTHV, lse_BHS, delta_BHS
     if gradients is not None and piece.warp_specialized and piece.layout.levels:
-        hopper_op.attend_queries(piece, *of_rows, gradients, found.q, ds)
+        rows_BHS = None if ds is None else ds[0]
+        hopper_op.attend_queries(piece, *of_rows, gradients, found.q, rows_BHS)
         return
     operands, sizes, options = piece.arguments(piece.inputs.plan().queries)
     carried, factors = piece.carried, piece.factors

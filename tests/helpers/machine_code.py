@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 HOPPER = GPUTarget("cuda", 90, 32)
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 TYPES = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",

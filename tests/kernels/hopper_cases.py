@@ -144,7 +144,8 @@ def piece_to_compile(gated: bool, packed: bool) -> Piece:
     factors = Factors(keys_BGSC, torch.zeros(1, 1, layout.S), keys_BGSC)
     gates = None
     if gated:
-        gates = GateSums(torch.zeros(4, 1, 2, layout.S), torch.zeros(1, 2, layout.S // 64))
+        before_BHN = torch.zeros(1, 2, layout.S // 64, dtype=torch.float64)
+        gates = GateSums(torch.zeros(4, 1, 2, layout.S), before_BHN.float(), before_BHN)
     return Piece(Inputs(q_BTHK, k_BTGK, k_BTGK, None), factors, gates, carried, layout, 1.0)
 
 

@@ -115,22 +115,28 @@ def test_packed_documents(form, width):
     compare(make_inputs(520, form, K=width, V=width), RAGGED)
 
 
-@pytest.mark.parametrize("form", ["path-fox", "fox"])
+@pytest.mark.parametrize("form", ["path", "path-fox", "fox"])
 def test_heads_with_keys_of_their_own(form):
     compare(make_inputs(200, form, B=2, G=4))
+
+
+@pytest.mark.parametrize("form", ["path", "path-fox"])
+def test_many_heads_with_keys_of_their_own(form):
+    """More tiles than multiprocessors, and documents."""
+    compare(make_inputs(1100, form, H=24, G=24), [0, 1, 300, 700, 1100])
 
 
 def test_four_heads_share_keys():
     compare(make_inputs(300, "path", H=4, G=1))
 
 
-@pytest.mark.parametrize("form", ["path-fox", "fox"])
+@pytest.mark.parametrize("form", ["path", "path-fox", "fox"])
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 500])
 def test_lengths(T, form):
     compare(make_inputs(T, form))
 
 
-@pytest.mark.parametrize("form", ["path-fox", "fox"])
+@pytest.mark.parametrize("form", ["path", "path-fox", "fox"])
 @pytest.mark.parametrize(
     ("T", "offsets"), [(1000, None), (4096, None), (4096, [0, 1000, 1100, 3500, 4096])]
 )

@@ -21,12 +21,19 @@ torch.use_deterministic_algorithms(True)
 
 
 def gradients_of(piece, do, lse, delta, less):
-    d = CarriedGradients.empty(piece.carried)
-    found, columns = triton_op.Gradients.empty(piece.inputs, None), None
+    logits, d = piece.carried.logits.clone(), CarriedGradients.empty(piece.carried)
+    found, ds = triton_op.Gradients.empty(piece.inputs, None), None
     if piece.gates is not None:
-        columns = torch.empty(piece.layout.levels + 1, *lse.shape)
-    triton_op.attend_keys(piece, do, lse, delta, less, found, d, columns)
-    return [x for x in (found.v, d.k_right, d.k, columns) if x is not None]
+        ds = torch.empty_like(lse), torch.empty(piece.layout.levels + 1, *lse.shape)
+    triton_op.attend_keys(piece, do, lse, delta, less, found, d, None if ds is None else ds[1])
+    gradients = [found.v, d.k_right, d.k]
+    if ds is None:
+        return gradients
+    if ds[1][-1].isnan().all():
+        # In Triton's form queries' kernel has these sums inside tiles, and writes over the logits.
+        triton_op.attend_queries(piece, do, lse, delta, found, d, ds)
+        piece.carried.logits.copy_(logits)
+    return [*gradients, ds[1][..., : do.shape[1]]]
 
 
 for B, T, H, G, gated, offsets in [
@@ -61,10 +68,15 @@ def test_the_machine_code(gated, packed, tmp_path):
 
     text = machine_code(hopper_op, "launch_keys", launch, tmp_path)
     # Of two consumers: a block's four products, a map's, and of values in one or two blocks inside.
-    assert instructions(text)["HGMMA"] == 2 * (8 + 8 + 4 + 4 + 8) + 4 + 8
+    # A gate wants dp of these blocks too.
+    inside = 4 + 8 if gated else 4
+    assert instructions(text)["HGMMA"] == 2 * (8 + 8 + 4 + 4 + 8) + 3 * inside
     # Products that ptxas does not dare to overlap are waited for one by one.
-    assert text.count("WARPGROUP.DEPBAR") == 2 * (3 + 1) + 1 + 2
-    walks = [instructions(body) for body in loops(text, products=8 + 8 + 4 + 4)]
+    assert text.count("WARPGROUP.DEPBAR") == 2 * (3 + 1) + 3 * (1 + gated)
+    # A branch back from a wait at the code's end, or for the next head, is another loop.
+    bodies = [x for x in loops(text, products=8 + 8 + 4 + 4) if x.count("\n") < 600]
+    walks = [instructions(body) for body in bodies]
     assert len(walks) == 2
-    # Registers hold what a walk uses; of 280 to 460 instructions a few are for the rest.
-    assert all(x["LDL"] + x["STL"] <= 0.03 * sum(x.values()) for x in walks)
+    # Registers hold what a walk changes; of 280 to 460 instructions a few are for the rest.
+    assert not any(x["STL"] for x in walks)
+    assert all(x["LDL"] <= 0.04 * sum(x.values()) for x in walks)

@@ -30,8 +30,7 @@ def gradients_of(piece, do, lse, delta, less):
     triton_op.attend_queries(piece, do, lse, delta, found, d, ds)
     gradients = [found.q, d.q_left, d.q, d.logits.clone(), d.M]
     piece.carried.logits.copy_(logits)
-    T = do.shape[1]
-    return gradients if ds is None else [*gradients, ds[0][..., :T], ds[1][-1, ..., :T]]
+    return gradients if ds is None else [*gradients, ds[0][..., : do.shape[1]]]
 
 
 for B, T, H, G, gated, offsets in [
@@ -45,7 +44,7 @@ for B, T, H, G, gated, offsets in [
 ]:
     # Sums over rows are 0, less what is left of rounding.
     piece = draw_piece(B, T, H, G, gated, offsets)
-    compare_gradients(gradients_of, piece, sums=2 if gated else 0)
+    compare_gradients(gradients_of, piece, sums=1 if gated else 0)
     print("equal", T, flush=True)
 """
 
@@ -60,13 +59,13 @@ def test_the_machine_code(gated, packed, tmp_path):
     """Walks spill next to nothing, and no product waits for another."""
     x = piece_to_compile(gated, packed)
     lse_BHS = torch.empty(1, 2, x.layout.S)
-    ds = (lse_BHS, torch.empty(x.layout.levels + 1, *lse_BHS.shape)) if gated else None
+    rows_BHS = lse_BHS if gated else None
     of_rows = x.inputs.q, lse_BHS, lse_BHS
     assert x.carried is not None
     gradients, dq_BTHK = CarriedGradients.empty(x.carried), torch.empty_like(x.inputs.q)
 
     def launch():
-        hopper_op.attend_queries(x, *of_rows, gradients, dq_BTHK, ds)
+        hopper_op.attend_queries(x, *of_rows, gradients, dq_BTHK, rows_BHS)
 
     text = machine_code(hopper_op, "launch_queries", launch, tmp_path)
     # Of two consumers: a walk's first block, the others and the last one's dq, and a map's product.
