@@ -127,8 +127,7 @@ def _consume(
     gates, totals, start_S = of_tokens
     LAYOUT: gl.constexpr = accumulator(C)
     WEIGHTS: gl.constexpr = left_operand(C)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    column_C = gl.arange(0, C, COLUMN)
+    column_C = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))
     turn, bh = taken()
     a = tiles - 1 - turn
     t_Q = a * C + half * OWN + gl.arange(0, OWN, gl.SliceLayout(1, LAYOUT))
@@ -173,7 +172,7 @@ def _consume(
         if GATE:
             total = totals + of_head // OWN + c * (C // OWN)
             first_total, second_total = gl.load(total), gl.load(total + 1)
-            after_C = afters.index((i + 1) % 2).load(COLUMN)
+            after_C = afters.index((i + 1) % 2).load(gl.SliceLayout(0, LAYOUT))
         s_QC = warpgroup_mma_wait(1, deps=[s_QC])
         if GATE:
             s_QC = s_QC * LOG2_E + after_C[None, :]

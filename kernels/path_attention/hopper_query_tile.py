@@ -7,6 +7,7 @@ right quarters of ds and dM and the lower left one of X^T, is left out in blocks
 
 # Descriptors and barriers are for Gluon's compiler alone.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
