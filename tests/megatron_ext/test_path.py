@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from mixtron.kernels.path_attention import blocks, triton_op
 from mixtron.launch.config import RunConfig
 from mixtron.megatron_ext.config import ParallelConfig
 from mixtron.megatron_ext.errors import ConfigError
 from mixtron.megatron_ext.mixers.base import MixerConfig
+from mixtron.megatron_ext.mixers.path import config as path_config
 from mixtron.megatron_ext.mixers.path.config import Config as PathConfig
 from mixtron.megatron_ext.mixers.path.convert import softmax_to_path
 from mixtron.megatron_ext.mixers.softmax_attention.config import Config as SoftmaxConfig
@@ -25,6 +27,12 @@ WIDTH, TOKENS = 32, 48
 def test_four_context_ranks_equal_one_on_one_document(mixer):
     """The contract has packed ones."""
     check_agrees(Case(mixer, documents=DENSE), CP4)
+
+
+def test_the_config_counts_with_the_kernels_own_sizes():
+    for name in ("SHORTEST_BLOCK", "LONGEST_BLOCK", "PLAIN_BLOCK"):
+        assert getattr(path_config, name) == getattr(blocks, name)
+    assert path_config.TRITON_WORKSPACE_BYTES == triton_op.WORKSPACE_BYTES
 
 
 @dataclass(frozen=True)

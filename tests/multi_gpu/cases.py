@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mixtron.launch.lifetime import die_with_parent
 
-CASE_LIMIT_S = 45
+CASE_LIMIT_S = 90
 Values = dict[str, object]
 """What a case measured, as JSON."""
 

@@ -44,6 +44,8 @@ def compare(pattern: str, parallel: ParallelConfig) -> Values:
     """Steps over packed documents of random lengths, on all ranks."""
     names = pattern.split(", ")
     mixers = ", ".join(f"{name}: {(MIXERS | EXCHANGES)[name]}" for name in names)
+    # Each tensor rank has its own keys.
+    mixers = mixers.replace("kv_heads: 1", f"kv_heads: {parallel.tensor}")
     overrides = [
         *(f"mixers={{{mixers}}}", f"model.pattern=[{pattern}]"),
         *(f"model.layers={max(2, len(names))}", "model.hidden_size=64"),

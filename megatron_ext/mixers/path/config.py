@@ -15,7 +15,7 @@ from mixtron.megatron_ext.mixers.base import (
 Positive = Annotated[int, Field(gt=0)]
 SHORTEST_BLOCK, LONGEST_BLOCK, PLAIN_BLOCK = 16, 128, 64
 """Of kernels/path_attention/blocks.py, which this file cannot import: it needs torch."""
-TRITON_DIMS, TRITON_TILE, TRITON_WORKSPACE_BYTES = (64, 128), 128, 2**30
+TRITON_DIMS, TRITON_TILE, TRITON_WORKSPACE_BYTES = (64, 128), 128, 3 * 2**28
 """Of kernels/path_attention/triton_op.py and triton_plan.py, likewise."""
 
 
