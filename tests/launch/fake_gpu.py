@@ -105,7 +105,7 @@ def not_launched(*args, **kwargs) -> None:
 
 
 OPTIONS = model.transformer_config
-H200 = SimpleNamespace(shared_memory_per_block_optin=227 * 2**10)
+H200 = SimpleNamespace(shared_memory_per_block_optin=227 * 2**10, multi_processor_count=132)
 
 if __name__ == "__main__":
     ranks = init_model_parallel(seed=1, device=init_distributed())
