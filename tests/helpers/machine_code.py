@@ -22,6 +22,8 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
 }
 
 

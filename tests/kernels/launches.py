@@ -13,15 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mixtron.kernels import triton_tools
 from mixtron.kernels.windowed_attention import triton_plan
+from tests.helpers.machine_code import TYPES
 
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.bool: "*i1",
-}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
