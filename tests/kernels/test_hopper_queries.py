@@ -36,7 +36,7 @@ def gradients_of(piece, do, lse, delta, less):
 for B, T, H, G, gated, offsets in [
     (2, 130, 1, 1, False, None),
     (1, 260, 4, 2, True, None),
-    # Of so many heads a long tile comes behind a short one.
+    # More heads than begin together: the others' long tiles come behind their short ones.
     (1, 250, 9, 9, False, None),
     (1, 600, 2, 1, True, [0, 1, 100, 384, 600, 600]),
     (1, 640, 1, 1, False, [0, 250, 640]),

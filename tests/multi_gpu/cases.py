@@ -12,6 +12,7 @@ from pathlib import Path
 from mixtron.launch.lifetime import die_with_parent
 
 CASE_LIMIT_S = 90
+"""A first step compiles a dozen kernels, of PaTH's for 20 s and longer beside other processes."""
 Values = dict[str, object]
 """What a case measured, as JSON."""
 
