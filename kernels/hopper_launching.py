@@ -41,6 +41,12 @@ def scalar_boxes(x: Tensor, count: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x.view(-1), [count], LINEAR)
 
 
+def plane_boxes(x: Tensor, count: int) -> TensorDescriptor:
+    """The same of planes [L, ...], each of which is in one piece: with what is between them."""
+    numbers = (x.shape[0] - 1) * x.stride(0) + x[0].numel()
+    return TensorDescriptor(x, [numbers], [1], [count], LINEAR)
+
+
 def fine(x: Tensor) -> gl.dtype:
     """What a kernel takes entries for that it is given as of the other operands' dtype."""
     return gl.float16 if x.dtype == torch.float16 else gl.float32

@@ -42,7 +42,14 @@ from mixtron.kernels.hopper_tools import (
     take,
     take_half,
 )
-from mixtron.kernels.path_attention.hopper_walks import OWN, PAIRS, WIDE, C, gates_between, taken
+from mixtron.kernels.path_attention.hopper_walks import (
+    OWN,
+    PAIRS,
+    WIDE,
+    C,
+    sums_of_threads,
+    taken,
+)
 from mixtron.kernels.path_attention.triton_forward import LOG2_E
 from mixtron.kernels.path_attention.triton_tree import (
     key_version,
@@ -62,7 +69,7 @@ VARYING = ("T", "tiles", "levels", "reach", "versions", "nodes", "plane", "H")
 @gluon.jit(do_not_specialize=VARYING)
 def hopper_key_kernel(
     q, k, v, logits, maps, do, less, delta, dk, dk_versions, dv,
-    gates, totals, before, start_S, end_S, columns_PBHS,
+    after_LBHS, until_BHS, start_S, end_S, columns_PBHS,
     T, tiles, levels, reach, versions, nodes, plane, H,
     R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr, FINE: gl.constexpr,
 ):  # fmt: skip
@@ -70,20 +77,22 @@ def hopper_key_kernel(
 
     By descriptors: boxes [64, 128] of q and k in versions, of logits (as q's dtype, FINE ones), dk
     and dk_versions, [128, 128] of maps, each a matrix of 128 columns; [1, 64, 128] of v, do and dv
-    [B, T, heads V], which have zeros behind T; [64] of less and delta [B H S]. The rest as in
-    key_kernel.
+    [B, T, heads V], which have zeros behind T; [64] of delta [B H S] and of less, with a gate of
+    levels' planes. Sums of ds over columns come in a plane of columns_PBHS for each level and one
+    of tiles' insides, but where each query head has its own keys in one. The rest as in key_kernel.
     """
     rings = halves(k, 2), halves(v, 1), ring(maps, 1, 2), _blocks(q, do, less, delta)
+    by_turns = barriers(2, 1)
     fence_async_shared()
     sources, tree = (q, k, v, logits, maps, do, less, delta), (levels, reach, versions, nodes, H)
-    scalars = gates, totals, before, start_S, columns_PBHS, plane
+    scalars = after_LBHS, until_BHS, start_S, columns_PBHS, plane, by_turns
     sizes = T, tiles, end_S
     consumed = rings, scalars, (dk, dk_versions, dv), sizes, (levels, reach, versions, H)
     gl.warp_specialize(
         [
             (_consume, (consumed, 0, R, GATE, DOCUMENTS, FINE)),
             (_consume, (consumed, 1, R, GATE, DOCUMENTS, FINE)),
-            (_produce, (rings, sources, sizes, tree, R, DOCUMENTS)),
+            (_produce, (rings, sources, sizes, tree, plane, R, GATE, DOCUMENTS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -113,7 +122,9 @@ def _place(sizes, DOCUMENTS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(rings, sources, sizes, tree, R: gl.constexpr, DOCUMENTS: gl.constexpr):
+def _produce(
+    rings, sources, sizes, tree, plane, R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr
+):
     k_ring, v_ring, map_ring, block_ring = rings
     q, k, v, logits, maps, do, less, delta = sources
     tiles = sizes[1]
@@ -136,16 +147,20 @@ def _produce(rings, sources, sizes, tree, R: gl.constexpr, DOCUMENTS: gl.constex
                 node = bg * nodes + nodes_below + (a >> level) + 1
                 fill(map_ring, k_n - 1, maps, [node * C, 0])
             k_n = k_n + 1
+            of_level = 0
+            if GATE:
+                of_level = level * plane
             for r in range(R):
                 row = (bg * R + r) * versions + below + query_version(edge, level, reach) - edge
                 for t in range(edge * C, gl.minimum(behind * C, end), OWN):
-                    of_rows = do, [b, t, (h + r) * C], less, delta, (bg * R + r) * tiles * C + t
+                    token = (bg * R + r) * tiles * C + t
+                    of_rows = do, [b, t, (h + r) * C], less, of_level + token, delta, token
                     _fill_block(block_ring, block_n, q, row * C + t, of_rows)
                     block_n = block_n + 1
     for r in range(R):
         for t in range(a * C, a * C + C, OWN):
             row = (bg * R + r) * tiles * C + t
-            of_rows = do, [b, t, (h + r) * C], less, delta, row
+            of_rows = do, [b, t, (h + r) * C], less, row, delta, row
             _fill_block(block_ring, block_n, logits, row, of_rows)
             block_n = block_n + 1
 
@@ -153,7 +168,7 @@ def _produce(rings, sources, sizes, tree, R: gl.constexpr, DOCUMENTS: gl.constex
 @gluon.jit
 def _fill_block(ring, n, q, row, of_rows):
     queries, outputs, of_less, of_delta, fulls, empty = ring
-    do, place, less, delta, scalar = of_rows
+    do, place, less, of_less_at, delta, of_delta_at = of_rows
     slot = n % BLOCKS
     full = fulls.index(slot)
     mbarrier.wait(empty.index(slot), ((n // BLOCKS) & 1) ^ 1)
@@ -161,8 +176,8 @@ def _fill_block(ring, n, q, row, of_rows):
     mbarrier.expect(full, nbytes + less.block_type.nbytes + delta.block_type.nbytes)
     tma.async_copy_global_to_shared(q, [row, 0], full, queries.index(slot))
     tma.async_copy_global_to_shared(do, place, full, outputs.index(slot))
-    tma.async_copy_global_to_shared(less, [scalar], full, of_less.index(slot))
-    tma.async_copy_global_to_shared(delta, [scalar], full, of_delta.index(slot))
+    tma.async_copy_global_to_shared(less, [of_less_at], full, of_less.index(slot))
+    tma.async_copy_global_to_shared(delta, [of_delta_at], full, of_delta.index(slot))
 
 
 @gluon.jit
@@ -173,7 +188,7 @@ def _consume(
     """The tile's keys half * OWN .. ."""
     rings, scalars, gradients, sizes, tree = consumed
     k_ring, v_ring, map_ring, block_ring = rings
-    gates, totals, before, start_S, columns_PBHS, plane = scalars
+    after_LBHS, until_BHS, start_S, columns_PBHS, plane, by_turns = scalars
     dk, dk_versions, dv = gradients
     T, tiles, end_S = sizes
     levels, reach, versions, H = tree
@@ -186,6 +201,10 @@ def _consume(
     own_end = end
     if DOCUMENTS:
         own_end = gl.load(end_S + gl.minimum(a * C, T - 1))
+    if half == 1:
+        # The other one has the first turn.
+        mbarrier.arrive(by_turns.index(0))
+    column_K = gl.zeros([OWN], gl.float32, KEY)
     k_n, block_n = gl.to_tensor(0), gl.to_tensor(0)
     below = bg * versions + versions
     for level in range(levels - 1, -1, -1):
@@ -193,8 +212,7 @@ def _consume(
         edge = ((a >> level) + 1) << level
         behind = edge + (1 << level)
         if ((a >> level) % 2 == 0) & (edge <= last):
-            head = bg * R * tiles * C
-            of_gates = _gates(gates, before, plane, head, a, edge, u_K, GATE)
+            after_K = _after(after_LBHS, level * plane + bg * R * tiles * C + u_K, GATE)
             if behind <= last:
                 row = (below + key_version(a, level, reach)) * C + half * OWN
                 _write(dk_versions, [row, 0], half_of(k_ring, k_n - 1, half), dk_KK)
@@ -205,32 +223,37 @@ def _consume(
             k_KK = take_half(k_ring, k_n, half)
             k_n = k_n + 1
             for r in range(R):
-                head = (bg * R + r) * tiles * C
-                if R > 1:  # noqa: SIM102 (the compiler stumbles over loads in dead code)
+                place_K = level * plane + (bg * R + r) * tiles * C + u_K
+                if R > 1:
+                    column_K = gl.zeros([OWN], gl.float32, KEY)
                     if r > 0:
-                        of_gates = _gates(gates, before, plane, head, a, edge, u_K, GATE)
+                        after_K = _after(after_LBHS, place_K, GATE)
                 dk_KK, dv_KV, column_K, block_n = _walk(
-                    dk_KK, dv_KV, k_KK, v_KV, block_ring, block_n, of_gates, totals, head,
+                    dk_KK, dv_KV, column_K, k_KK, v_KV, block_ring, block_n, after_K, by_turns,
                     u_K, start_S, own_end, edge * C, gl.minimum(behind * C, end),
-                    GATE, DOCUMENTS,
+                    half, GATE, DOCUMENTS,
                 )  # fmt: skip
-                if GATE:
-                    gl.store(columns_PBHS + level * plane + head + u_K, column_K)
-        elif GATE:
+                if GATE and R > 1:
+                    gl.store(columns_PBHS + place_K, column_K)
+        elif GATE and R > 1:
             for r in range(R):
-                columns = columns_PBHS + level * plane + (bg * R + r) * tiles * C
-                gl.store(columns + u_K, gl.zeros([OWN], gl.float32, KEY))
+                place_K = level * plane + (bg * R + r) * tiles * C + u_K
+                gl.store(columns_PBHS + place_K, gl.zeros([OWN], gl.float32, KEY))
     staged = half_of(k_ring, gl.maximum(k_n - 1, 0), half)
     row = (bg * tiles + a) * C + half * OWN
     _write(dk, [row, 0], staged, dk_KK)
     for r in range(R):
-        head = (bg * R + r) * tiles * C
+        place_K = (bg * R + r) * tiles * C + u_K
+        if R > 1:
+            column_K = gl.zeros([OWN], gl.float32, KEY)
         dv_KV, column_K, block_n = _inside(
-            dv_KV, v_KV, block_ring, block_n, gates, totals, start_S, head, a, u_K,
+            dv_KV, column_K, v_KV, block_ring, block_n, until_BHS, place_K, start_S, a, u_K,
             half, GATE, DOCUMENTS, FINE,
         )  # fmt: skip
+        if GATE and R > 1:
+            place_K += levels * plane
         if GATE:
-            gl.store(columns_PBHS + levels * plane + head + u_K, column_K)
+            gl.store(columns_PBHS + place_K, column_K)
     tma.store_wait(0)
     G = H // R
     rows = [bg // G, a * C + half * OWN, bg % G * C]
@@ -239,42 +262,36 @@ def _consume(
 
 
 @gluon.jit
-def _gates(gates, before, plane, head, a, edge, u_K, GATE: gl.constexpr):
-    """Of a walk that begins at an edge: the gates behind each key in its tile, and from there to
-    the edge."""
-    after_K, between = 0.0, 0.0
+def _after(after_LBHS, place_K, GATE: gl.constexpr):
+    """The gates behind each key, to the edge at which it meets the walk's queries."""
+    after_K = 0.0
     if GATE:
-        after_K = gl.load(gates + plane + head + u_K)
-        blocks = before + head // OWN
-        between = gates_between(blocks, (a + 1) * (C // OWN), edge * (C // OWN))
-    return after_K, between
+        after_K = gl.load(after_LBHS + place_K)
+    return after_K
 
 
 @gluon.jit
 def _walk(
-    dk_KK, dv_KV, k_KK, v_KV, ring, n, of_gates, totals, head, u_K, start_S, own_end, lo, hi,
-    GATE: gl.constexpr, DOCUMENTS: gl.constexpr,
+    dk_KK, dv_KV, column_K, k_KK, v_KV, ring, n, after_K, by_turns, u_K, start_S, own_end, lo, hi,
+    half: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
-    """The query blocks lo .. hi, all behind the keys."""
+    """The query blocks lo .. hi, all behind the keys. The consumers ask for products by turns, so
+    that those of one are not held up by the other's while it has nothing else to do."""
     queries, outputs, of_less, of_delta, full, empty = ring
-    after_K, between = of_gates
-    gate_K, block = after_K, (head + lo) // OWN
-    if GATE:
-        gate_K = after_K + between.to(gl.float32)
     zeros_KQ = gl.zeros([OWN, OWN], gl.float32, PAIRS)
-    column_K = gl.zeros([OWN], gl.float32, KEY)
+    sums_K8 = sums_of_threads(zeros_KQ)
     for t in range(lo, hi, OWN):
-        if GATE:
-            block_total = gl.load(totals + block)
         slot = n % BLOCKS
         mbarrier.wait(full.index(slot), (n // BLOCKS) & 1)
         q_QK, do_QV = queries.index(slot), outputs.index(slot).reshape([OWN, C])
+        mbarrier.wait(by_turns.index(half), n & 1)
         s_KQ = warpgroup_mma(k_KK, q_QK.permute((1, 0)), zeros_KQ, use_acc=False, is_async=True)
         dp_KQ = zeros_KQ - of_delta.index(slot).load(QUERY)[None, :]
         dp_KQ = warpgroup_mma(v_KV, do_QV.permute((1, 0)), dp_KQ, is_async=True)
+        mbarrier.arrive(by_turns.index(1 - half))
         s_KQ = warpgroup_mma_wait(1, deps=[s_KQ]) * LOG2_E
         if GATE:
-            s_KQ += gate_K[:, None]
+            s_KQ += after_K[:, None]
         s_KQ -= of_less.index(slot).load(QUERY)[None, :]
         if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
             if t + OWN > own_end:
@@ -286,30 +303,28 @@ def _walk(
         dp_KQ = warpgroup_mma_wait(1, deps=[dp_KQ])
         ds_KQ = p_KQ * dp_KQ
         if GATE:
-            column_K += gl.sum(ds_KQ, 1)
+            sums_K8 += sums_of_threads(ds_KQ)
         left_KQ = gl.convert_layout(ds_KQ.to(queries.dtype), LEFT)
         dk_KK = warpgroup_mma(left_KQ, q_QK, dk_KK, is_async=True)
         dk_KK, dv_KV = warpgroup_mma_wait(0, deps=[dk_KK, dv_KV])
         mbarrier.arrive(empty.index(slot))
-        if GATE:
-            gate_K, block = gate_K + block_total, block + 1
         n = n + 1
+    if GATE:
+        column_K += gl.convert_layout(gl.sum(sums_K8, 1), KEY)
     return dk_KK, dv_KV, column_K, n
 
 
 @gluon.jit
 def _inside(
-    dv_KV, v_KV, ring, n, gates, totals, start_S, head, a, u_K,
+    dv_KV, column_K, v_KV, ring, n, until_BHS, place_K, start_S, a, u_K,
     half: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr, FINE: gl.constexpr,
 ):  # fmt: skip
     """The queries of the keys' own tile. What ds is multiplied with there is none of this kernel's
     business, but a gate's gradient is."""
     logits, outputs, of_less, of_delta, full, empty = ring
     zeros_KQ = gl.zeros([OWN, OWN], gl.float32, PAIRS)
-    column_K = gl.zeros([OWN], gl.float32, KEY)
     if GATE:
-        until_K = gl.load(gates + head + u_K)
-        first_total = gl.load(totals + (head + a * C) // OWN)
+        until_K = gl.load(until_BHS + place_K)
     for i in gl.static_range(2):
         slot = n % BLOCKS
         mbarrier.wait(full.index(slot), (n // BLOCKS) & 1)
@@ -324,8 +339,6 @@ def _inside(
             s_KQ = gl.cast(s_KQ, FINE, bitcast=True).to(gl.float32) * LOG2_E
             if GATE:
                 s_KQ -= until_K[:, None]
-                if i > 0:
-                    s_KQ += first_total
             s_KQ -= of_less.index(slot).load(QUERY)[None, :]
             seen_KQ = u_K[:, None] <= t_Q[None, :]
             if DOCUMENTS:

@@ -6,11 +6,13 @@
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mixtron.kernels.hopper_launching import (
     WARPS,
     fine,
     head_boxes,
+    plane_boxes,
     row_boxes,
     scalar_boxes,
     token_boxes,
@@ -35,20 +37,19 @@ def attend(piece: "Piece", o_BTHV: Tensor, lse_BHS: Tensor) -> None:
     v, carried, layout = piece.inputs.v, piece.carried, piece.layout
     assert carried is not None
     B, T, H, _ = o_BTHV.shape
-    tokens, totals, _ = _gates(piece)
+    less, after, plane = _edges(piece, 128)
     launch_forward(
         (layout.tiles, B * H),
         row_boxes(carried.q, 128),
         row_boxes(carried.k, 128),
         token_boxes(v, 128),
         row_boxes(carried.logits.view(v.dtype), 128),
-        None if tokens is None else scalar_boxes(tokens[1], 128),
-        tokens,
-        totals,
+        less,
+        after,
         layout.start_S,
         o_BTHV,
         lse_BHS,
-        *(T, *_tree(layout), layout.heads, H),
+        *(T, *_tree(layout), plane, layout.heads, H),
         FINE=fine(carried.logits),
         **_options(piece, H),
     )
@@ -68,8 +69,10 @@ def attend_keys(
     v, carried, layout = piece.inputs.v, piece.carried, piece.layout
     assert carried is not None
     B, T, H, _ = do_BTHV.shape
-    tokens, totals, before = _gates(piece)
-    plane = 0 if tokens is None else tokens.stride(0)
+    less, _, plane = _edges(piece, 64)
+    after_LBHS = until_BHS = None
+    if piece.gates is not None:
+        after_LBHS, until_BHS = piece.gates.edges.after_LBHS, piece.gates.tokens_4BHS[0]
     launch_keys(
         (layout.tiles, B * v.shape[2]),
         row_boxes(carried.q, 64),
@@ -78,14 +81,13 @@ def attend_keys(
         row_boxes(carried.logits.view(v.dtype), 64),
         row_boxes(carried.maps, 128),
         token_boxes(do_BTHV, 64),
-        scalar_boxes(less_BHS, 64),
+        less or scalar_boxes(less_BHS, 64),
         scalar_boxes(delta_BHS, 64),
         row_boxes(gradients.k_right, 64),
         row_boxes(gradients.k, 64),
         token_boxes(dv_BTGV, 64),
-        tokens,
-        totals,
-        before,
+        after_LBHS,
+        until_BHS,
         layout.start_S,
         layout.end_S,
         columns_PBHS,
@@ -98,8 +100,8 @@ def attend_keys(
 def attend_queries(
     piece: "Piece",
     do_BTHV: Tensor,
-    lse_BHS: Tensor,
     delta_BHS: Tensor,
+    less_BHS: Tensor,
     gradients: "CarriedGradients",
     dq_BTHK: Tensor,
     rows_BHS: Tensor | None,
@@ -111,13 +113,18 @@ def attend_queries(
     assert carried is not None
     assert factors is not None
     B, T, H, _ = do_BTHV.shape
-    tokens, totals, before = _gates(piece)
+    less, after, plane = _edges(piece, 64)
+    until, less_LBHS = None, less_BHS
+    if piece.gates is not None:
+        until = scalar_boxes(piece.gates.tokens_4BHS[0], 64)
+        less_LBHS = piece.gates.edges.less_LBHS
     launch_queries(
         (layout.tiles, B * H),
         row_boxes(carried.q, 64),
         row_boxes(carried.k, 64),
         head_boxes(v, 64),
         head_boxes(do_BTHV, 64),
+        row_boxes(carried.logits.view(v.dtype), 64),
         row_boxes(carried.maps, 128),
         head_boxes(k, 64),
         row_boxes(factors.w.view(k.dtype), 64),
@@ -125,13 +132,11 @@ def attend_queries(
         row_boxes(carried.Y.view(k.dtype), 64),
         row_boxes(gradients.q, 64),
         row_boxes(gradients.q_left, 64),
-        None if tokens is None else scalar_boxes(tokens[3], 64),
-        carried.logits,
-        tokens,
-        totals,
-        before,
+        less,
+        after,
+        until,
         layout.start_S,
-        lse_BHS,
+        less_LBHS,
         delta_BHS,
         factors.beta,
         gradients.logits,
@@ -139,15 +144,22 @@ def attend_queries(
         dq_BTHK,
         rows_BHS,
         piece.scale,
-        *(T, layout.S, *_tree(layout), layout.nodes, layout.heads, H),
+        *(T, layout.S, *_tree(layout), layout.nodes, plane, layout.heads, H),
+        FINE=fine(carried.logits),
         **_options(piece, H),
     )
 
 
-def _gates(piece: "Piece") -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Sums of gates at tokens, of blocks and before them."""
-    x = piece.gates
-    return (None, None, None) if x is None else (x.tokens_4BHS, x.blocks_BHN, x.before_BHN)
+def _edges(
+    piece: "Piece", count: int
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None, int]:
+    """Boxes of so many of the gates' sums to edges, and how far planes are apart."""
+    if piece.gates is None:
+        return None, None, 0
+    edges = piece.gates.edges
+    assert edges is not None
+    boxes = (plane_boxes(x, count) for x in (edges.less_LBHS, edges.after_LBHS))
+    return *boxes, edges.less_LBHS.stride(0)
 
 
 def _tree(layout: Layout) -> tuple[int, int, int, int]:

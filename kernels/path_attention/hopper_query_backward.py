@@ -6,9 +6,10 @@ Two consumers own 64 of the tile's 128 queries each. While one makes ds of a blo
 work for the other.
 
 In shared memory, in KiB: queries' versions 2 x 32, of which one serves to write dq; a map 32;
-blocks of keys and values 4 x 32, and with a gate what it sums up to behind these keys. The tile's
-do comes first, in the place of keys, and goes to registers. At the end the map's place holds X^T,
-and that of blocks the rest of what the way through the tile takes.
+blocks of keys and values 4 x 32; with a gate its sums (triton_gates.py) come along. The tile's
+do comes first, in the place of a version, and goes to registers, its logits and values in that of
+blocks. At the end the map's place holds X^T, and that of blocks the rest of what the way through
+the tile takes.
 """
 
 # Descriptors and barriers are for Gluon's compiler alone.
@@ -37,7 +38,6 @@ from mixtron.kernels.path_attention.hopper_walks import (
     PAIRS,
     WIDE,
     C,
-    gates_between,
     sums_of_threads,
     taken,
 )
@@ -51,45 +51,51 @@ from mixtron.kernels.path_attention.triton_tree import (
 BLOCKS = gl.constexpr(4)
 """In shared memory."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
-VARYING = ("T", "S", "tiles", "levels", "reach", "versions", "nodes", "heads", "H")
+VARYING = ("T", "S", "tiles", "levels", "reach", "versions", "nodes", "plane", "heads", "H")
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def hopper_query_kernel(
-    q, k, v, do, maps, k_BTGK, w, XT, Y, dq_versions, dq_left, after,
-    logits, gates, totals, before, start_S, lse_BHS, delta_BHS, beta,
-    dlogits, dM, dq, rows_BHS, scale,
-    T, S, tiles, levels, reach, versions, nodes, heads, H,
-    R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr,
+    q, k, v, do, logits, maps, k_BTGK, w, XT, Y, dq_versions, dq_left, less, after, until,
+    start_S, less_LBHS, delta_BHS, beta, dlogits, dM, dq, rows_BHS, scale,
+    T, S, tiles, levels, reach, versions, nodes, plane, heads, H,
+    R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr, FINE: gl.constexpr,
 ):  # fmt: skip
     """A tile of 128 queries; sums of ds over columns are none of its business.
 
-    The first eleven are descriptors of matrices with 128 columns (v, do and k_BTGK: a token's of
-    all heads), in boxes of 64 rows, of maps and XT of 128; `after` of [64] of the gates' sums
-    behind keys, [B H S]. The rest as in triton_query_backward.py.
+    The first twelve are descriptors of matrices with 128 columns (v, do and k_BTGK: a token's of
+    all heads), in boxes of 64 rows, of maps and XT of 128; logits' FINE entries as q's dtype. With
+    a gate, less and after of [64] of levels' planes [B H S], and until of [64] of the sums from
+    tiles' left edges to tokens. The rest as in triton_query_backward.py.
     """
     k_ring, v_ring, map_ring = ring(k, BLOCKS, 2), ring(v, BLOCKS, 2), ring(maps, 1, 2)
-    afters = k_ring[0]
+    q_rings = ring(q, 2, 1), ring(q, 2, 1)
+    lesses, afters = (k_ring[0], k_ring[0]), k_ring[0]
     if GATE:
         afters = gl.allocate_shared_memory(after.dtype, [BLOCKS, OWN], after.layout)
-    q_rings = ring(q, 2, 1), ring(q, 2, 1)
+        lesses = _rows_of_versions(less), _rows_of_versions(less)
     fence_async_shared()
-    rings = k_ring, v_ring, afters, map_ring, q_rings
+    rings = k_ring, v_ring, afters, map_ring, q_rings, lesses
     tree = tiles, levels, reach, versions, nodes
-    sizes = T, S, heads, H
-    operands = q, k, v, after, do, maps, k_BTGK, w, XT, Y
-    read = logits, gates, totals, before, start_S, lse_BHS, delta_BHS, beta
+    sizes = T, S, plane, heads, H
+    operands = q, k, v, do, logits, maps, k_BTGK, w, XT, Y, less, after, until
+    read = start_S, less_LBHS, delta_BHS, beta
     written = dq_versions, dq_left, dlogits, dM, dq, rows_BHS
     shared = rings, read, written, tree, sizes
     gl.warp_specialize(
         [
-            (_consume, (shared, scale, 0, R, GATE, DOCUMENTS)),
-            (_consume, (shared, scale, 1, R, GATE, DOCUMENTS)),
+            (_consume, (shared, scale, 0, R, GATE, DOCUMENTS, FINE)),
+            (_consume, (shared, scale, 1, R, GATE, DOCUMENTS, FINE)),
             (_produce, (rings, operands, start_S, tree, sizes, R, GATE, DOCUMENTS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
+
+
+@gluon.jit
+def _rows_of_versions(less):
+    return gl.allocate_shared_memory(less.dtype, [2, OWN], less.layout)
 
 
 @gluon.jit
@@ -99,17 +105,23 @@ def _produce(
 ):  # fmt: skip
     """Loads the tile's operands. A version and its map come after the first blocks of the walk
     before: by then what they overwrite is not in use any more."""
-    k_ring, v_ring, _, map_ring, q_rings = rings
-    q, k, v, after, do, maps, k_BTGK, w, XT, Y = operands
+    k_ring, v_ring, afters, map_ring, q_rings, lesses = rings
+    q, k, v, do, logits, maps, k_BTGK, w, XT, Y, less, after, until = operands
     tiles, levels, reach, versions, nodes = tree
-    T, S, _, H = sizes
+    T, S, plane, _, H = sizes
     turn, bh = taken()
     a, b, h = tiles - 1 - turn, bh // H, bh % H
     g, G = h // R, H // R
-    first = b * T + a * C
+    first, tile = b * T + a * C, bh * S + a * C
     for i in gl.static_range(2):
-        fill(k_ring, i, do, [first + i * OWN, h * C])
-        fill(v_ring, i, v, [first + i * OWN, g * C])
+        fill(q_rings[i], 0, do, [first + i * OWN, h * C])
+        fill(k_ring, i, logits, [tile + i * OWN, 0])
+        value = [first + i * OWN, g * C]
+        if GATE:
+            # In place of a block's sums, what the tile's own keys lie before.
+            fill_with(v_ring, i, v, value, afters, until, [tile + i * OWN])
+        else:
+            fill(v_ring, i, v, value)
     blocks = k, v, after, g
     low = _low(start_S, a, DOCUMENTS)
     own, shared = bh * versions + versions, (b * G + g) * versions + versions
@@ -124,14 +136,19 @@ def _produce(
         if ((a >> level) % 2 == 1) & (low < edge * C):
             version = (own + query_version(a, level, reach)) * C
             for half in gl.static_range(2):
-                fill(q_rings[half], walks, q, [version + half * OWN, 0])
+                row = [version + half * OWN, 0]
+                if GATE:
+                    rows = [level * plane + tile + half * OWN]
+                    fill_with(q_rings[half], walks + 1, q, row, lesses[half], less, rows)
+                else:
+                    fill(q_rings[half], walks + 1, q, row)
             if walks > 0:
                 fill(map_ring, walks - 1, maps, [(map_row + (a >> level) - 1) * C, 0])
             walks += 1
             n = _load_blocks(rings, n, blocks, key, token, gate, count, GATE)
             lo = gl.maximum((edge - (1 << level)) * C, low)
             row_0 = shared + key_version(edge - 1, level, reach) - (edge - 1)
-            key, token, gate = row_0 * C + lo, b * T + lo, bh * S + lo
+            key, token, gate = row_0 * C + lo, b * T + lo, level * plane + bh * S + lo
             count = (edge * C - lo) // OWN
             soon = gl.minimum(count, BLOCKS)
             n = _load_blocks(rings, n, blocks, key, token, gate, soon, GATE)
@@ -151,7 +168,7 @@ def _produce(
 @gluon.jit
 def _load_blocks(rings, n, blocks, key, token, gate, count, GATE: gl.constexpr):
     """Blocks of keys, from row `key` on, and of what belongs to them. Returns the rings' next."""
-    k_ring, v_ring, afters, _, _ = rings
+    k_ring, v_ring, afters, _, _, _ = rings
     k, v, after, g = blocks
     for i in range(count):
         fill(k_ring, n + i, k, [key + i * OWN, 0])
@@ -165,45 +182,35 @@ def _load_blocks(rings, n, blocks, key, token, gate, count, GATE: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    shared, scale, half: gl.constexpr, R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr
-):
+    shared, scale, half: gl.constexpr, R: gl.constexpr, GATE: gl.constexpr,
+    DOCUMENTS: gl.constexpr, FINE: gl.constexpr,
+):  # fmt: skip
     """The tile's queries half * OWN .. ."""
     rings, read, written, tree, sizes = shared
-    k_ring, _, _, map_ring, q_rings = rings
-    _, gates, totals, before, start_S, lse_BHS, delta_BHS, _ = read
+    _, _, _, map_ring, q_rings, lesses = rings
+    start_S, less_LBHS, delta_BHS, _ = read
     dq_versions, dq_left, _, _, _, rows_BHS = written
     tiles, levels, reach, versions, _ = tree
-    T, S, heads, H = sizes
+    T, S, _, heads, H = sizes
     q_ring = q_rings[half]
     turn, bh = taken()
     a, b, h = tiles - 1 - turn, bh // H, bh % H
     of_head = bh.to(gl.int64) * S
     t_Q = a * C + half * OWN + gl.arange(0, OWN, ROW)
-    lse_Q, delta_Q = gl.load(lse_BHS + of_head + t_Q), gl.load(delta_BHS + of_head + t_Q)
+    less_Q, delta_Q = gl.load(less_LBHS + of_head + t_Q), gl.load(delta_BHS + of_head + t_Q)
     start_Q, latest = 0 * t_Q, 0 * a
-    total, between = lse_BHS, gl.cast(0.0, gl.float64)
     low = _low(start_S, a, DOCUMENTS)
-    if GATE:
-        until_Q = gl.load(gates + of_head + t_Q)
-        total = totals + of_head // OWN
-        # Where no key is in another tile, there is no gate between either.
-        block = gl.minimum(low // OWN + 1, a * (C // OWN))
-        between = gates_between(before + of_head // OWN, block, a * (C // OWN))
     if DOCUMENTS:
         start_Q = gl.load(start_S + t_Q)
         # Only before it are keys of other documents.
         latest = gl.load(start_S + a * C + half * OWN + OWN - 1)
     # No weights behind the last token, whatever lies there.
-    lse_Q = gl.where(t_Q < T, lse_Q * LOG2_E, float("inf"))
-    if GATE:
-        # In all of a query's logits are the gates from its tile's left edge to it.
-        lse_Q -= until_Q
-    of_rows = t_Q, lse_Q, delta_Q, start_Q
+    less_Q = gl.where(t_Q < T, less_Q, float("inf"))
     # In registers, because products of 64 x 64 from shared memory alone read all that it gives.
-    do_QV = take(k_ring, half).load(left_operand(OWN))
-    for i in gl.static_range(2):
-        pass_by(k_ring, i)
-    sum_Q = inside_tile(do_QV, of_rows, a, of_head, half, shared, GATE)
+    do_QV = take(q_ring, 0).load(left_operand(OWN))
+    free(q_ring, 0)
+    of_rows = t_Q, less_Q, delta_Q, start_Q
+    sum_Q = inside_tile(do_QV, of_rows, a, of_head, half, shared, GATE, FINE)
 
     dq_QK = gl.zeros([OWN, C], gl.float32, WIDE)
     own, n, walks = bh * versions + versions, 0 * a + 2, 0 * a
@@ -214,21 +221,26 @@ def _consume(
         if ((a >> level) % 2 == 1) & (low < edge * C):
             if walks > 0:
                 version = (own + query_version(a, level, reach)) * C
-                _write(dq_versions, version + half * OWN, q_ring, walks - 1, dq_QK)
+                _write(dq_versions, version + half * OWN, q_ring, walks, dq_QK)
                 map_KK = take(map_ring, walks - 1)
                 zeros_QK = gl.zeros([OWN, C], gl.float32, WIDE)
                 dq_QK = finely(zeros_QK, dq_QK, map_KK.permute((1, 0)))
                 free(map_ring, walks - 1)
                 tma.store_wait(0)
-                free(q_ring, walks - 1)
+                free(q_ring, walks)
             lo = gl.maximum((edge - (1 << level)) * C, low)
-            dq_QK, sum_Q, between = _walk(
-                dq_QK, sum_Q, between, take(q_ring, walks), do_QV, of_rows, latest, total,
-                lo, edge * C, rings, n, GATE, DOCUMENTS,
+            walks += 1
+            q_QK = take(q_ring, walks)
+            if GATE:
+                less_Q = lesses[half].index(walks % 2).load(ROW)
+                less_Q = gl.where(t_Q < T, less_Q, float("inf"))
+            of_rows = t_Q, less_Q, delta_Q, start_Q
+            dq_QK, sum_Q = _walk(
+                dq_QK, sum_Q, q_QK, do_QV, of_rows, latest, lo, edge * C, rings, n,
+                GATE, DOCUMENTS,
             )  # fmt: skip
             n += (edge * C - lo) // OWN
-            walks += 1
-    _write(dq_left, bh * S + a * C + half * OWN, q_ring, walks + 1, dq_QK)
+    _write(dq_left, bh * S + a * C + half * OWN, q_ring, walks, dq_QK)
     if GATE:
         gl.store(rows_BHS + of_head + t_Q, gl.convert_layout(gl.sum(sum_Q, 1), ROW))
     token_Q = (b.to(gl.int64) * T + t_Q) * heads + h
@@ -241,23 +253,18 @@ def _consume(
 
 @gluon.jit
 def _walk(
-    dq_QK, sum_Q, between, q_QK, do_QV, of_rows, latest, total, lo, hi, rings, n,
+    dq_QK, sum_Q, q_QK, do_QV, of_rows, latest, lo, hi, rings, n,
     GATE: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
-    """The key blocks lo .. hi, all before the queries, from the first to the last.
-
-    `between` is the sum of the gates from block lo's right edge to the query tile's left edge. What
-    is taken from it on the way is exact to fp64's precision.
-    """
-    k_ring, v_ring, afters, _, _ = rings
+    """The key blocks lo .. hi, all before the queries."""
+    k_ring, v_ring, afters, _, _, _ = rings
     delta_Q = of_rows[2]
     LEFT: gl.constexpr = left_operand(C)
     count = (hi - lo) // OWN
     k_BK = take(k_ring, n)
     s_QB, dp_QB = _logits(q_QK, k_BK), _logits(do_QV, take(v_ring, n))
-    gates, between = _gates(afters.index(n % BLOCKS), total, between, lo, of_rows, GATE)
     s_QB = warpgroup_mma_wait(1, deps=[s_QB])
-    p_QB = _weights(s_QB, gates, lo, latest, of_rows, GATE, DOCUMENTS)
+    p_QB = _weights(s_QB, afters.index(n % BLOCKS), lo, latest, of_rows, GATE, DOCUMENTS)
     dp_QB = warpgroup_mma_wait(0, deps=[dp_QB])
     free(v_ring, n)
     ds_QB = p_QB * (dp_QB - delta_Q[:, None])
@@ -269,11 +276,9 @@ def _walk(
         next_BK = take(k_ring, n + i)
         s_QB, dp_QB = _logits(q_QK, next_BK), _logits(do_QV, take(v_ring, n + i))
         dq_QK = warpgroup_mma(ds_QB, k_BK, dq_QK, is_async=True)
-        gates, between = _gates(
-            afters.index((n + i) % BLOCKS), total, between, first, of_rows, GATE
-        )
+        after = afters.index((n + i) % BLOCKS)
         s_QB = warpgroup_mma_wait(2, deps=[s_QB])
-        p_QB = _weights(s_QB, gates, first, latest, of_rows, GATE, DOCUMENTS)
+        p_QB = _weights(s_QB, after, first, latest, of_rows, GATE, DOCUMENTS)
         dp_QB = warpgroup_mma_wait(1, deps=[dp_QB])
         free(v_ring, n + i)
         next_QB = p_QB * (dp_QB - delta_Q[:, None])
@@ -285,7 +290,7 @@ def _walk(
         free(k_ring, n + i - 1)
     dq_QK = warpgroup_mma(ds_QB, k_BK, dq_QK)
     free(k_ring, n + count - 1)
-    return dq_QK, sum_Q, between
+    return dq_QK, sum_Q
 
 
 @gluon.jit
@@ -296,31 +301,16 @@ def _logits(x_QK, y_BK):
 
 
 @gluon.jit
-def _gates(after, total, between, first, of_rows, GATE: gl.constexpr):
-    """What is added to a block's logits for its keys and taken from them for the queries, while
-    nothing but products is under way; and `between` of the next block, which may be the queries'
-    own."""
-    _, lse_Q, _, _ = of_rows
-    after_B = lse_Q
-    if GATE:
-        after_B = after.load(COLUMN)
-        lse_Q = lse_Q - between.to(gl.float32)
-        between = between - gl.load(total + first // OWN + 1).to(gl.float64)
-    return (after_B, lse_Q), between
-
-
-@gluon.jit
-def _weights(s_QB, gates, first, latest, of_rows, GATE: gl.constexpr, DOCUMENTS: gl.constexpr):
-    _, _, _, start_Q = of_rows
-    after_B, lse_Q = gates
+def _weights(s_QB, after, first, latest, of_rows, GATE: gl.constexpr, DOCUMENTS: gl.constexpr):
+    _, less_Q, _, start_Q = of_rows
     s_QB = s_QB * LOG2_E
     if GATE:
-        s_QB += after_B[None, :]
+        s_QB += after.load(COLUMN)[None, :]
     if DOCUMENTS:  # noqa: SIM102 (one of the two is decided when it is compiled)
         if first < latest:
             u_B = first + gl.arange(0, OWN, COLUMN)
             s_QB = gl.where(u_B[None, :] >= start_Q[:, None], s_QB, float("-inf"))
-    return gl.exp2(s_QB - lse_Q[:, None])
+    return gl.exp2(s_QB - less_Q[:, None])
 
 
 @gluon.jit

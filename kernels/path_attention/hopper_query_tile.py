@@ -22,37 +22,40 @@ COLUMN = gl.constexpr(gl.SliceLayout(0, PAIRS))
 
 
 @gluon.jit
-def inside_tile(do_QV, of_rows, a, of_head, half: gl.constexpr, shared, GATE: gl.constexpr):
+def inside_tile(
+    do_QV, of_rows, a, of_head, half: gl.constexpr, shared, GATE: gl.constexpr, FINE: gl.constexpr
+):
     """The keys of the queries' own tile: writes ds; returns its sums over rows by threads, with
     a gate."""
-    rings, read, written, _, _ = shared
-    _, v_ring, _, _, _ = rings
-    logits, gates, _, _, _, _, _, _ = read
+    rings, _, written, _, _ = shared
+    k_ring, v_ring, afters, _, _, _ = rings
     _, _, dlogits, _, _, _ = written
-    t_Q, lse_Q, delta_Q, start_Q = of_rows
+    t_Q, less_Q, delta_Q, start_Q = of_rows
+    logits = take(k_ring, half)
     sum_Q = sums_of_threads(gl.zeros([OWN, OWN], gl.float32, PAIRS))
     for i in gl.static_range(half + 1):
         u_B = a * C + i * OWN + gl.arange(0, OWN, COLUMN)
-        pairs_QB = _pairs(of_head + a * C, half, i)
-        if GATE:
-            until_B = gl.load(gates + of_head + u_B)
-        s_QB = gl.load(logits + pairs_QB).to(gl.float32) * LOG2_E
-        if GATE:
-            s_QB -= until_B[None, :]
         v_BV = take(v_ring, i)
         dp_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
         dp_QB = warpgroup_mma(do_QV, v_BV.permute((1, 0)), dp_QB, use_acc=False, is_async=True)
+        s_QB = logits.slice(i * OWN, OWN, 1).load(PAIRS)
+        s_QB = gl.cast(s_QB, FINE, bitcast=True).to(gl.float32) * LOG2_E
+        if GATE:
+            s_QB -= afters.index(i).load(COLUMN)[None, :]
         seen_QB = (u_B[None, :] <= t_Q[:, None]) & (u_B[None, :] >= start_Q[:, None])
-        p_QB = gl.exp2(gl.where(seen_QB, s_QB, float("-inf")) - lse_Q[:, None])
+        p_QB = gl.exp2(gl.where(seen_QB, s_QB, float("-inf")) - less_Q[:, None])
         dp_QB = warpgroup_mma_wait(0, deps=[dp_QB])
         free(v_ring, i)
         ds_QB = p_QB * (dp_QB - delta_Q[:, None])
+        pairs_QB = _pairs(of_head + a * C, half, i)
         gl.store(dlogits + pairs_QB, ds_QB.to(dlogits.dtype.element_ty))
         if GATE:
             sum_Q += sums_of_threads(ds_QB)
     if half == 0:
         # These queries have no keys in the tile's second block.
         pass_by(v_ring, 1)
+    for i in gl.static_range(2):
+        pass_by(k_ring, i)
     return sum_Q
 
 
@@ -70,8 +73,8 @@ def through_tile(dq_QK, of_rows, places, scale, a, n, map_n, half: gl.constexpr,
     inside of it (triton_tile_gradients.py): as it is written there, of the columns up to the rows.
     """
     rings, read, written, _, sizes = shared
-    k_ring, v_ring, _, map_ring, _ = rings
-    _, _, _, _, _, _, _, beta = read
+    k_ring, v_ring, _, map_ring, _, _ = rings
+    _, _, _, beta = read
     _, _, dlogits, dM, dq, _ = written
     t_Q, _, _, start_Q = of_rows
     of_queries, of_keys, token_Q = places

@@ -31,9 +31,3 @@ def taken():
 def sums_of_threads(x_NM):
     """Over a row of an accumulator [OWN, OWN], by each thread of what it has: [OWN, 8]."""
     return gl.sum(x_NM.reshape([OWN, 8, 8]), 1)
-
-
-@gluon.jit
-def gates_between(before, first, end):
-    """The gates of the blocks first .. end - 1 of a head, from the sums before each."""
-    return gl.load(before + end) - gl.load(before + first)

@@ -27,12 +27,28 @@ class GateSums:
     to the tile's right edge; the same for blocks."""
     blocks_BHN: Tensor
     """Of whole blocks."""
-    before_BHN: Tensor
-    """Of all blocks before each; fp64, so that differences are those blocks' sums."""
+    edges: "EdgeSums | None" = None
+    """For the kernels that take them in place of blocks' sums."""
 
     def part(self, rows: slice, heads: slice) -> "GateSums":
-        blocks = (x[rows, heads] for x in (self.blocks_BHN, self.before_BHN))
-        return GateSums(self.tokens_4BHS[:, rows, heads], *blocks)
+        """Views."""
+        edges = self.edges
+        if edges is not None:
+            edges = EdgeSums(*(x[:, rows, heads] for x in vars(edges).values()))
+        return GateSums(self.tokens_4BHS[:, rows, heads], self.blocks_BHN[rows, heads], edges)
+
+
+@dataclass
+class EdgeSums:
+    """Of tokens in nodes of each level (triton_tree.py): queries and keys that part there meet at
+    the edge between two, and the gates between them are the keys' up to it and the queries' from
+    it on. All have one sign, so nothing cancels."""
+
+    less_LBHS: Tensor
+    """What is taken from a query's logits: its log-sum-exp, if that is known, less the gates from
+    its node's left edge to it, its own included."""
+    after_LBHS: Tensor
+    """Gates behind a key, to its node's right edge."""
 
 
 @triton.jit(do_not_specialize=("T", "S", "H"))
@@ -66,7 +82,7 @@ def sums_kernel(
 
 @triton.jit(do_not_specialize=("N",))
 def before_kernel(blocks_BHN, before_BHN, N, CHUNK: tl.constexpr):
-    """Of one head."""
+    """Of all blocks before each of one head; fp64, so that differences are those blocks' sums."""
     head = tl.program_id(0).to(tl.int64) * N
     before = tl.full([], 0.0, tl.float64)
     for first in range(0, N, CHUNK):
@@ -74,6 +90,32 @@ def before_kernel(blocks_BHN, before_BHN, N, CHUNK: tl.constexpr):
         block_C = tl.load(blocks_BHN + head + n_C, n_C < N, 0.0).to(tl.float64)
         tl.store(before_BHN + head + n_C, before + tl.cumsum(block_C, 0) - block_C, n_C < N)
         before += tl.sum(block_C, 0)
+
+
+@triton.jit(do_not_specialize=("S", "tiles", "levels"))
+def edge_kernel(
+    tokens_4BHS, before_BHN, lse_BHS, less_LBHS, after_LBHS, S, tiles, levels,
+    C: tl.constexpr, BLOCK: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of one head. Behind the last node there is no edge, and what is written is not
+    read."""
+    a, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    plane = tl.num_programs(1) * S.to(tl.int64)
+    place_C = bh * S + a * C + tl.arange(0, C)
+    less_C = -tl.load(tokens_4BHS + place_C)
+    after_C = tl.load(tokens_4BHS + plane + place_C)
+    if LSE:
+        less_C += tl.load(lse_BHS + place_C) * LOG2_E
+    before = before_BHN + bh * (S // BLOCK)
+    own = tl.load(before + a * (C // BLOCK))
+    behind = tl.load(before + tl.minimum(a + 1, tiles - 1) * (C // BLOCK))
+    for level in range(levels):
+        left = (a >> level) << level
+        right = tl.minimum(left + (1 << level), tiles - 1)
+        to_left = own - tl.load(before + left * (C // BLOCK))
+        to_right = tl.load(before + right * (C // BLOCK)) - behind
+        tl.store(less_LBHS + level * plane + place_C, less_C - to_left.to(tl.float32))
+        tl.store(after_LBHS + level * plane + place_C, after_C + to_right.to(tl.float32))
 
 
 @triton.jit
@@ -116,8 +158,8 @@ def gate_gradient_kernel(
         tl.store(dgate, tl.where(t_C == start_C, 0.0, sum_C).to(tl.float32), inside_C)
 
 
-launch_sums, launch_before = Launched(sums_kernel), Launched(before_kernel)
-launch_gradient = Launched(gate_gradient_kernel)
+launch_sums, launch_gradient = Launched(sums_kernel), Launched(gate_gradient_kernel)
+launch_before, launch_edges = Launched(before_kernel), Launched(edge_kernel)
 
 
 def gate_sums(log_forget_BTH: Tensor, S: int, C: int, block: int) -> GateSums:
@@ -132,9 +174,27 @@ def gate_sums(log_forget_BTH: Tensor, S: int, C: int, block: int) -> GateSums:
         BLOCK=block,
         num_warps=1,
     )
-    before_BHN = torch.empty_like(blocks_BHN, dtype=torch.float64)
-    launch_before((B * H,), blocks_BHN, before_BHN, S // block, CHUNK=CHUNK, num_warps=4)
-    return GateSums(tokens_4BHS, blocks_BHN, before_BHN)
+    return GateSums(tokens_4BHS, blocks_BHN)
+
+
+def edge_sums(gates: GateSums, lse_BHS: Tensor | None, C: int, levels: int) -> EdgeSums:
+    """Of a tree of so many levels over tiles of C tokens, but of one level at least, which is of
+    tiles alone."""
+    _, B, H, S = gates.tokens_4BHS.shape
+    N = gates.blocks_BHN.shape[2]
+    before_BHN = torch.empty_like(gates.blocks_BHN, dtype=torch.float64)
+    launch_before((B * H,), gates.blocks_BHN, before_BHN, N, CHUNK=CHUNK, num_warps=4)
+    levels = max(1, levels)
+    edges = EdgeSums(*(gates.tokens_4BHS.new_empty(levels, B, H, S) for _ in range(2)))
+    launch_edges(
+        (S // C, B * H),
+        *(gates.tokens_4BHS, before_BHN, lse_BHS, *vars(edges).values(), S, S // C, levels),
+        C=C,
+        BLOCK=S // N,
+        LSE=lse_BHS is not None,
+        num_warps=1,
+    )
+    return edges
 
 
 def gate_gradient(

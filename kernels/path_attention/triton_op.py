@@ -22,7 +22,12 @@ from mixtron.kernels.path_attention.triton_carry import (
     workspace_bytes,
 )
 from mixtron.kernels.path_attention.triton_forward import forward_kernel
-from mixtron.kernels.path_attention.triton_gates import GateSums, gate_gradient, gate_sums
+from mixtron.kernels.path_attention.triton_gates import (
+    GateSums,
+    edge_sums,
+    gate_gradient,
+    gate_sums,
+)
 from mixtron.kernels.path_attention.triton_plan import (
     SHARED_MEMORY_BYTES,
     Launch,
@@ -89,7 +94,7 @@ class _Attention(torch.autograd.Function):
         # Not the contiguous copies are kept, but what they are copies of: the layer keeps it too.
         inputs = Inputs(q, k, v, log_forget).contiguous()
         layout = inputs.layout(cu_seqlens, max_seqlen)
-        gates, factors = inputs.gates(layout), None
+        gates, factors = inputs.gates(layout, w is not None), None
         if w is not None:
             factors = factors_of(w.contiguous(), beta.contiguous(), layout)
         o_BTHV, lse_BHS = q.new_empty(*q.shape[:3], v.shape[3]), _rows(q, layout)
@@ -110,7 +115,8 @@ class _Attention(torch.autograd.Function):
         factors = None if saved[4] is None else Factors(*saved[4:])
         layout = inputs.layout(cu_seqlens, max_seqlen)
         delta_BHS, less_BHS = _rows(inputs.q, layout), _rows(inputs.q, layout)
-        gates, gradients, ds = inputs.gates(layout), Gradients.empty(inputs, factors), None
+        gates = inputs.gates(layout, factors is not None, lse_BHS)
+        gradients, ds = Gradients.empty(inputs, factors), None
         until_BHS = None if gates is None else gates.tokens_4BHS[2]
         (B, T, H, _), V = inputs.q.shape, do_BTHV.shape[3]
         launch_delta(
@@ -119,7 +125,9 @@ class _Attention(torch.autograd.Function):
             V=V, C=layout.tile, GATE=gates is not None, num_warps=DELTA_WARPS,
         )  # fmt: skip
         if gates is not None:
-            parts = 1 if factors is None else layout.levels + 1
+            parts = 1
+            if factors is not None and not (inputs.warp_specialized and H == inputs.k.shape[2]):
+                parts = layout.levels + 1
             ds = torch.empty_like(lse_BHS), lse_BHS.new_empty(parts, *lse_BHS.shape)
         for rows, groups in pieces(inputs, layout, factors):
             heads = inputs.heads_of(groups)
@@ -157,11 +165,21 @@ class Inputs:
     def plan(self) -> Plan:
         return launch_plan(self.q.device, max(self.q.shape[3], self.v.shape[3]))
 
-    def gates(self, layout: Layout) -> GateSums | None:
+    @property
+    def warp_specialized(self) -> bool:
+        """Whether they are, with maps."""
+        return warp_specialized(self.q.device, self.q.shape[3], self.v.shape[3])
+
+    def gates(
+        self, layout: Layout, maps: bool, lse_BHS: Tensor | None = None
+    ) -> GateSums | None:
+        """In backward with the log-sum-exps."""
         if self.log_forget is None:
             return None
-        block = self.plan().block
-        return gate_sums(self.log_forget, layout.S, layout.tile, block)
+        sums = gate_sums(self.log_forget, layout.S, layout.tile, self.plan().block)
+        if maps and self.warp_specialized:
+            sums.edges = edge_sums(sums, lse_BHS, layout.tile, layout.levels)
+        return sums
 
     def layout(self, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
         _, T, H, _ = self.q.shape
@@ -253,8 +271,7 @@ class Piece:
 
     @property
     def warp_specialized(self) -> bool:
-        x = self.inputs
-        return self.carried is not None and warp_specialized(x.q.device, x.q.shape[3], x.v.shape[3])
+        return self.carried is not None and self.inputs.warp_specialized
 
     def grid(self, heads: int) -> tuple[int, int]:
         return self.layout.S // self.layout.tile, self.inputs.q.shape[0] * heads
@@ -339,15 +356,16 @@ def attend_queries(
     do_BTHV: Tensor,
     lse_BHS: Tensor,
     delta_BHS: Tensor,
+    less_BHS: Tensor,
     found: Gradients,
     gradients: CarriedGradients | None,
     ds: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Writes the gradients of queries, and with maps what comes with them of the tiles; with a gate
     the sums of ds over rows, and over columns inside tiles."""
-    of_rows = do_BTHV, lse_BHS, delta_BHS
     if gradients is not None and piece.warp_specialized and piece.layout.levels:
         rows_BHS = None if ds is None else ds[0]
+        of_rows = do_BTHV, delta_BHS, less_BHS
         hopper_op.attend_queries(piece, *of_rows, gradients, found.q, rows_BHS)
         return
     operands, sizes, options = piece.arguments(piece.inputs.plan().queries)
@@ -359,7 +377,7 @@ def attend_queries(
     launch_queries(
         piece.grid(found.q.shape[2]),
         *operands,
-        *of_rows,
+        *(do_BTHV, lse_BHS, delta_BHS),
         *of_tiles,
         *((None, None) if ds is None else ds),
         *sizes,
@@ -380,9 +398,9 @@ def attend_backward(
     rows [B, H, S], and over columns in parts [parts, B, H, S]."""
     carried = piece.carried
     gradients = None if carried is None else CarriedGradients.empty(carried)
-    of_rows = do_BTHV, lse_BHS, delta_BHS
+    of_rows = do_BTHV, lse_BHS, delta_BHS, less_BHS
     columns_PBHS = None if ds is None else ds[1]
-    attend_keys(piece, *of_rows, less_BHS, found, gradients, columns_PBHS)
+    attend_keys(piece, *of_rows, found, gradients, columns_PBHS)
     attend_queries(piece, *of_rows, found, gradients, ds)
     if piece.factors is not None:
         assert carried is not None

@@ -15,7 +15,7 @@ from torch import Tensor
 from mixtron.kernels.launching import Launched
 from mixtron.kernels.path_attention import hopper_carry, hopper_op, triton_carry, triton_op
 from mixtron.kernels.path_attention.triton_carry import Carried, Factors
-from mixtron.kernels.path_attention.triton_gates import GateSums
+from mixtron.kernels.path_attention.triton_gates import EdgeSums, GateSums, edge_sums
 from mixtron.kernels.path_attention.triton_op import Inputs, Piece
 from mixtron.kernels.path_attention.triton_plan import Layout, layout_of
 from mixtron.kernels.triton_tools import SHARED_MEMORY_BYTES
@@ -78,8 +78,17 @@ def draw_piece(B: int, T: int, H: int, G: int, gated: bool, offsets: Sequence[in
     q, k, v, w, beta, *gate = draw_inputs(B, T, H, G, gated)
     inputs = Inputs(q, k, v, gate[0] if gated else None)
     layout = inputs.layout(*documents(offsets))
-    factors, gates = triton_carry.factors_of(w, beta, layout), inputs.gates(layout)
-    return Piece.of(inputs, factors, gates, slice(0, B), slice(0, G), layout, K**-0.5)
+    factors, gates = triton_carry.factors_of(w, beta, layout), inputs.gates(layout, maps=True)
+    piece = Piece.of(inputs, factors, gates, slice(0, B), slice(0, G), layout, K**-0.5)
+    return with_edges(piece, None)
+
+
+def with_edges(piece: Piece, lse_BHS: Tensor | None) -> Piece:
+    """With the gates' sums as the kernels for Hopper take them."""
+    if piece.gates is None:
+        return piece
+    edges = edge_sums(piece.gates, lse_BHS, C, piece.layout.levels)
+    return replace(piece, gates=replace(piece.gates, edges=edges))
 
 
 def rounded(piece: Piece) -> Piece:
@@ -112,6 +121,7 @@ def compare_gradients(
     """Of a piece and what `attended` gives: they are the same on Hopper, and near them of rounded
     operands, but for the last ones, which are `sums` that cancel."""
     do, *rows = attended(piece)
+    piece = with_edges(piece, rows[0])
     exact = gradients_of(piece, do, *rows)
     with on_hopper() as launched:
         found = gradients_of(piece, do, *rows)
@@ -144,8 +154,9 @@ def piece_to_compile(gated: bool, packed: bool) -> Piece:
     factors = Factors(keys_BGSC, torch.zeros(1, 1, layout.S), keys_BGSC)
     gates = None
     if gated:
-        before_BHN = torch.zeros(1, 2, layout.S // 64, dtype=torch.float64)
-        gates = GateSums(torch.zeros(4, 1, 2, layout.S), before_BHN.float(), before_BHN)
+        edges = EdgeSums(*(torch.zeros(layout.levels, 1, 2, layout.S) for _ in range(2)))
+        blocks_BHN = torch.zeros(1, 2, layout.S // 64)
+        gates = GateSums(torch.zeros(4, 1, 2, layout.S), blocks_BHN, edges)
     return Piece(Inputs(q_BTHK, k_BTGK, k_BTGK, None), factors, gates, carried, layout, 1.0)
 
 

@@ -27,7 +27,7 @@ def gradients_of(piece, do, lse, delta, less):
     found = triton_op.Gradients.empty(piece.inputs, None)
     if piece.gates is not None:
         ds = torch.empty_like(lse), torch.empty(piece.layout.levels + 1, *lse.shape)
-    triton_op.attend_queries(piece, do, lse, delta, found, d, ds)
+    triton_op.attend_queries(piece, do, lse, delta, less, found, d, ds)
     gradients = [found.q, d.q_left, d.q, d.logits.clone(), d.M]
     piece.carried.logits.copy_(logits)
     return gradients if ds is None else [*gradients, ds[0][..., : do.shape[1]]]
