@@ -10,6 +10,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mixtron.kernels import triton_tools
 
+DESCRIPTORS = (TensorDescriptor, hopper.TensorDescriptor)
+
 
 class Launched:
     """A kernel whose `constexpr` parameters come last.
@@ -60,12 +62,13 @@ def _kinds(arguments: Sequence[Any]) -> list[Any]:
     """What Triton would compile anew for, of each argument."""
     found: list[Any] = []
     for x in arguments:
-        if type(x) is int:
+        of_type = type(x)
+        if of_type is int:
             found.append((x == 1) + 2 * (x % 16 == 0) + 4 * (-(2**31) <= x < 2**31))
+        elif of_type in DESCRIPTORS:
+            found += (x.base.dtype, *x.block_shape)
         elif isinstance(x, Tensor):
             found += (x.dtype, x.data_ptr() % 16 == 0)
-        elif isinstance(x, TensorDescriptor | hopper.TensorDescriptor):
-            found += (x.base.dtype, *x.block_shape)
         else:
-            found.append(type(x))
+            found.append(of_type)
     return found

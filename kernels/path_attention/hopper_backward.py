@@ -16,6 +16,7 @@ a map 32; blocks of queries (or of logits inside the tile) and do 3 x 32, their 
 
 # Descriptors and barriers are for Gluon's compiler alone.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

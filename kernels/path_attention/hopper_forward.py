@@ -12,6 +12,7 @@ come as the first), of values 2 x 32; with a gate its sums (triton_gates.py) com
 
 # Descriptors and barriers are for Gluon's compiler alone.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -21,6 +21,7 @@ from mixtron.kernels.launching import Launched
 from mixtron.kernels.path_attention.hopper_backward import hopper_key_kernel
 from mixtron.kernels.path_attention.hopper_forward import hopper_forward_kernel
 from mixtron.kernels.path_attention.hopper_query_backward import hopper_query_kernel
+from mixtron.kernels.path_attention.triton_gates import EdgeSums, GateSums
 from mixtron.kernels.path_attention.triton_plan import Layout
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def attend(piece: "Piece", o_BTHV: Tensor, lse_BHS: Tensor) -> None:
     v, carried, layout = piece.inputs.v, piece.carried, piece.layout
     assert carried is not None
     B, T, H, _ = o_BTHV.shape
-    less, after, plane = _edges(piece, 128)
+    less, after, plane = _edge_boxes(piece, 128)
     launch_forward(
         (layout.tiles, B * H),
         row_boxes(carried.q, 128),
@@ -69,10 +70,10 @@ def attend_keys(
     v, carried, layout = piece.inputs.v, piece.carried, piece.layout
     assert carried is not None
     B, T, H, _ = do_BTHV.shape
-    less, _, plane = _edges(piece, 64)
+    less, _, plane = _edge_boxes(piece, 64)
     after_LBHS = until_BHS = None
     if piece.gates is not None:
-        after_LBHS, until_BHS = piece.gates.edges.after_LBHS, piece.gates.tokens_4BHS[0]
+        after_LBHS, until_BHS = _edges(piece.gates).after_LBHS, piece.gates.tokens_4BHS[0]
     launch_keys(
         (layout.tiles, B * v.shape[2]),
         row_boxes(carried.q, 64),
@@ -113,11 +114,11 @@ def attend_queries(
     assert carried is not None
     assert factors is not None
     B, T, H, _ = do_BTHV.shape
-    less, after, plane = _edges(piece, 64)
+    less, after, plane = _edge_boxes(piece, 64)
     until, less_LBHS = None, less_BHS
     if piece.gates is not None:
         until = scalar_boxes(piece.gates.tokens_4BHS[0], 64)
-        less_LBHS = piece.gates.edges.less_LBHS
+        less_LBHS = _edges(piece.gates).less_LBHS
     launch_queries(
         (layout.tiles, B * H),
         row_boxes(carried.q, 64),
@@ -150,16 +151,19 @@ def attend_queries(
     )
 
 
-def _edges(
+def _edges(gates: GateSums) -> EdgeSums:
+    assert gates.edges is not None
+    return gates.edges
+
+
+def _edge_boxes(
     piece: "Piece", count: int
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None, int]:
-    """Boxes of so many of the gates' sums to edges, and how far planes are apart."""
+    """Of so many of the gates' sums to edges; and how far planes are apart."""
     if piece.gates is None:
         return None, None, 0
-    edges = piece.gates.edges
-    assert edges is not None
-    boxes = (plane_boxes(x, count) for x in (edges.less_LBHS, edges.after_LBHS))
-    return *boxes, edges.less_LBHS.stride(0)
+    less_LBHS, after_LBHS = vars(_edges(piece.gates)).values()
+    return plane_boxes(less_LBHS, count), plane_boxes(after_LBHS, count), less_LBHS.stride(0)
 
 
 def _tree(layout: Layout) -> tuple[int, int, int, int]:

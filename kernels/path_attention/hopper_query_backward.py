@@ -30,7 +30,6 @@ from mixtron.kernels.path_attention.hopper_query_tile import (
     ROW,
     finely,
     inside_tile,
-    pass_by,
     through_tile,
 )
 from mixtron.kernels.path_attention.hopper_walks import (

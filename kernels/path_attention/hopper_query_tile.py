@@ -7,7 +7,7 @@ right quarters of ds and dM and the lower left one of X^T, is left out in blocks
 
 # Descriptors and barriers are for Gluon's compiler alone.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportAssignmentType=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,6 +19,7 @@ from mixtron.kernels.path_attention.triton_forward import LOG2_E
 
 ROW = gl.constexpr(gl.SliceLayout(1, PAIRS))
 COLUMN = gl.constexpr(gl.SliceLayout(0, PAIRS))
+WIDE_ROW = gl.constexpr(gl.SliceLayout(1, WIDE))
 
 
 @gluon.jit
@@ -32,19 +33,20 @@ def inside_tile(
     _, _, dlogits, _, _, _ = written
     t_Q, less_Q, delta_Q, start_Q = of_rows
     logits = take(k_ring, half)
+    dp_0 = _begin(do_QV, take(v_ring, 0).permute((1, 0)))
+    dp_1 = dp_0
+    if half == 1:
+        dp_1 = _begin(do_QV, take(v_ring, 1).permute((1, 0)))
+    products = dp_0, dp_1
     sum_Q = sums_of_threads(gl.zeros([OWN, OWN], gl.float32, PAIRS))
     for i in gl.static_range(half + 1):
-        u_B = a * C + i * OWN + gl.arange(0, OWN, COLUMN)
-        v_BV = take(v_ring, i)
-        dp_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
-        dp_QB = warpgroup_mma(do_QV, v_BV.permute((1, 0)), dp_QB, use_acc=False, is_async=True)
         s_QB = logits.slice(i * OWN, OWN, 1).load(PAIRS)
         s_QB = gl.cast(s_QB, FINE, bitcast=True).to(gl.float32) * LOG2_E
         if GATE:
             s_QB -= afters.index(i).load(COLUMN)[None, :]
-        seen_QB = (u_B[None, :] <= t_Q[:, None]) & (u_B[None, :] >= start_Q[:, None])
-        p_QB = gl.exp2(gl.where(seen_QB, s_QB, float("-inf")) - less_Q[:, None])
-        dp_QB = warpgroup_mma_wait(0, deps=[dp_QB])
+        upto_QB = _upto(a, i, t_Q, start_Q)
+        p_QB = gl.exp2(gl.where(upto_QB, s_QB, float("-inf")) - less_Q[:, None])
+        dp_QB = warpgroup_mma_wait(half - i, deps=[products[i]])
         free(v_ring, i)
         ds_QB = p_QB * (dp_QB - delta_Q[:, None])
         pairs_QB = _pairs(of_head + a * C, half, i)
@@ -80,28 +82,65 @@ def through_tile(dq_QK, of_rows, places, scale, a, n, map_n, half: gl.constexpr,
     of_queries, of_keys, token_Q = places
     XT_CC = take(map_ring, map_n)
     FINE: gl.constexpr = XT_CC.dtype
-    left_QK = dq_QK
-    for i in gl.static_range(half + 1):
-        Y_BK = take(v_ring, n + i)._reinterpret(FINE, [OWN, C], SWIZZLED)
-        dM_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
-        dM_QB = finely(dM_QB, left_QK, Y_BK.permute((1, 0)))
-        for j in gl.static_range(i + 1):
-            XT_BB = XT_CC.slice(j * OWN, OWN, 0).slice(i * OWN, OWN, 1)
-            ds_QB = gl.load(dlogits + _pairs(of_queries, half, j))
-            dM_QB = finely(dM_QB, ds_QB.to(gl.float32), XT_BB)
-        u_B = a * C + i * OWN + gl.arange(0, OWN, COLUMN)
-        upto_QB = (u_B[None, :] <= t_Q[:, None]) & (u_B[None, :] >= start_Q[:, None])
-        dM_QB = gl.where(upto_QB, dM_QB, 0.0)
-        gl.store(dM + _pairs(of_queries, half, i), (dM_QB * scale).to(dM.dtype.element_ty))
-        beta_B = gl.load(beta + of_keys + i * OWN + gl.arange(0, OWN, COLUMN))
-        ds_QB = gl.convert_layout(ds_QB.to(k_ring[0].dtype), left_operand(C))
-        dq_QK = warpgroup_mma(ds_QB, take(k_ring, n + i), dq_QK)
-        w_BK = take(k_ring, n + 2) if i == 0 else take(v_ring, n + 2)
-        w_BK = w_BK._reinterpret(FINE, [OWN, C], SWIZZLED)
-        dq_QK = finely(dq_QK, dM_QB * -beta_B[None, :], w_BK)
+    beta_B = beta + of_keys + gl.arange(0, OWN, COLUMN)
+    ds_0, beta_0 = gl.load(dlogits + _pairs(of_queries, half, 0)), gl.load(beta_B)
+    ds_1, beta_1 = ds_0, beta_0
+    if half == 1:
+        ds_1, beta_1 = gl.load(dlogits + _pairs(of_queries, half, 1)), gl.load(beta_B + OWN)
+
+    down_Q, up_Q = scales(gl.abs(dq_QK))
+    left_QK = _left(dq_QK * down_Q[:, None], FINE, OWN)
+    dM_0 = _begin(left_QK, _fine(take(v_ring, n), FINE).permute((1, 0)))
+    dM_1 = dM_0
+    if half == 1:
+        dM_1 = _begin(left_QK, _fine(take(v_ring, n + 1), FINE).permute((1, 0)))
+    k_BK = take(k_ring, n)
+    dq_QK = _add(dq_QK, _left(ds_0, k_BK.dtype, C), k_BK)
+    if half == 1:
+        dq_QK = _add(dq_QK, _left(ds_1, k_BK.dtype, C), take(k_ring, n + 1))
+
+    # Rows are brought to one range in both blocks, so that their products add up.
+    ds_0, ds_1 = ds_0.to(gl.float32), ds_1.to(gl.float32)
+    ds_down_Q, ds_up_Q = scales(gl.maximum(gl.abs(ds_0), gl.abs(ds_1)))
+    ds_0 = _left(ds_0 * ds_down_Q[:, None], FINE, OWN)
+    ds_1 = _left(ds_1 * ds_down_Q[:, None], FINE, OWN)
+    from_Q = gl.convert_layout(up_Q, ROW) * ds_down_Q
+    if half == 0:
+        dM_0 = warpgroup_mma_wait(1, deps=[dM_0]) * from_Q[:, None]
+    else:
+        dM_0, dM_1 = warpgroup_mma_wait(2, deps=[dM_0, dM_1])
+        dM_0, dM_1 = dM_0 * from_Q[:, None], dM_1 * from_Q[:, None]
+    dM_0 = _add(dM_0, ds_0, XT_CC.slice(0, OWN, 0).slice(0, OWN, 1))
+    if half == 0:
+        dM_0, dq_QK = warpgroup_mma_wait(0, deps=[dM_0, dq_QK])
+        dM_1 = dM_0
+    else:
+        dM_1 = _add(dM_1, ds_0, XT_CC.slice(0, OWN, 0).slice(OWN, OWN, 1))
+        dM_1 = _add(dM_1, ds_1, XT_CC.slice(OWN, OWN, 0).slice(OWN, OWN, 1))
+        dM_0, dM_1, dq_QK = warpgroup_mma_wait(0, deps=[dM_0, dM_1, dq_QK])
+
+    upto_QB = _upto(a, 0, t_Q, start_Q)
+    dM_0 = gl.where(upto_QB, dM_0 * ds_up_Q[:, None], 0.0)
+    gl.store(dM + _pairs(of_queries, half, 0), (dM_0 * scale).to(dM.dtype.element_ty))
+    dM_0 = dM_0 * -beta_0[None, :]
+    if half == 0:
+        dM_1 = dM_0
+    else:
+        upto_QB = _upto(a, 1, t_Q, start_Q)
+        dM_1 = gl.where(upto_QB, dM_1 * ds_up_Q[:, None], 0.0)
+        gl.store(dM + _pairs(of_queries, half, 1), (dM_1 * scale).to(dM.dtype.element_ty))
+        dM_1 = dM_1 * -beta_1[None, :]
+    down_Q, up_Q = scales(gl.maximum(gl.abs(dM_0), gl.abs(dM_1)))
+    dq_QK = dq_QK * gl.convert_layout(down_Q, WIDE_ROW)[:, None]
+    w_BK = _fine(take(k_ring, n + 2), FINE)
+    dq_QK = _add(dq_QK, _left(dM_0 * down_Q[:, None], FINE, C), w_BK)
+    if half == 1:
+        w_BK = _fine(take(v_ring, n + 2), FINE)
+        dq_QK = _add(dq_QK, _left(dM_1 * down_Q[:, None], FINE, C), w_BK)
+    dq_QK = warpgroup_mma_wait(0, deps=[dq_QK]) * gl.convert_layout(up_Q, WIDE_ROW)[:, None]
     column_K = gl.arange(0, C, gl.SliceLayout(0, WIDE))
-    inside_Q = gl.convert_layout(t_Q < sizes[0], gl.SliceLayout(1, WIDE))
-    token_Q = gl.convert_layout(token_Q, gl.SliceLayout(1, WIDE))
+    inside_Q = gl.convert_layout(t_Q < sizes[0], WIDE_ROW)
+    token_Q = gl.convert_layout(token_Q, WIDE_ROW)
     out = dq + token_Q[:, None] * C + column_K[None, :]
     gl.store(out, (dq_QK * scale).to(dq.dtype.element_ty), inside_Q[:, None])
 
@@ -115,16 +154,54 @@ def _pairs(first, half: gl.constexpr, i: gl.constexpr):
 
 
 @gluon.jit
-def finely(acc_QN, x_QK, y):
-    """acc + x y, with x in y's dtype, fp16, which is finer than bf16 but has a smaller range: for
-    the product each row is brought to about 1 by a power of 2."""
-    N: gl.constexpr = y.shape[1]
-    # Not of less than 2^-67, so that what it is added to stays in range.
-    top_Q = gl.maximum(gl.cast(gl.max(gl.abs(x_QK), 1), gl.int32, bitcast=True), 60 << 23)
+def _upto(a, i: gl.constexpr, t_Q, start_Q):
+    """Of a tile's i-th block of keys: those up to each query, of its document."""
+    u_B = a * C + i * OWN + gl.arange(0, OWN, COLUMN)
+    return (u_B[None, :] <= t_Q[:, None]) & (u_B[None, :] >= start_Q[:, None])
+
+
+@gluon.jit
+def _fine(rows, FINE: gl.constexpr):
+    """A ring's item as what its entries are."""
+    return rows._reinterpret(FINE, [OWN, C], SWIZZLED)
+
+
+@gluon.jit
+def _begin(x_QK, y):
+    """Begins x y."""
+    zeros_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
+    return warpgroup_mma(x_QK, y, zeros_QB, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add(acc, x, y):
+    """Begins acc + x y."""
+    return warpgroup_mma(x, y, acc, is_async=True)
+
+
+@gluon.jit
+def _left(x, dtype: gl.constexpr, N: gl.constexpr):
+    """As the left operand of a product with N columns."""
+    return gl.convert_layout(x.to(dtype), left_operand(N))
+
+
+@gluon.jit
+def scales(x_QK):
+    """For rows of no entry below 0, powers of 2: what brings them to about 1, so that fp16, which
+    is finer than bf16 but has a smaller range, holds them, and back."""
+    # Not of less than 2^-67, so that what they are added to stays in range.
+    top_Q = gl.maximum(gl.cast(gl.max(x_QK, 1), gl.int32, bitcast=True), 60 << 23)
     top_Q = top_Q & (255 << 23)
     up_Q, down_Q = gl.cast(top_Q, gl.float32, bitcast=True), (254 << 23) - top_Q
-    down_Q = gl.cast(down_Q, gl.float32, bitcast=True)
-    left_QK = gl.convert_layout((x_QK * down_Q[:, None]).to(y.dtype), left_operand(N))
+    return gl.cast(down_Q, gl.float32, bitcast=True), up_Q
+
+
+@gluon.jit
+def finely(acc_QN, x_QK, y):
+    """acc + x y, with x in y's dtype, fp16."""
+    N: gl.constexpr = y.shape[1]
+    down_Q, up_Q = scales(gl.abs(x_QK))
+    left_QK = _left(x_QK * down_Q[:, None], y.dtype, N)
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(N))
     up_Q, down_Q = gl.convert_layout(up_Q, ROWS), gl.convert_layout(down_Q, ROWS)
     return warpgroup_mma(left_QK, y, acc_QN * down_Q[:, None]) * up_Q[:, None]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mixtron.kernels.hopper_launching import aligned
 from mixtron.kernels.launching import Launched
 from mixtron.kernels.path_attention import hopper_op
 from mixtron.kernels.path_attention.triton_backward import delta_kernel, key_kernel
@@ -92,7 +93,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, w, beta, log_forget, scale, cu_seqlens, max_seqlen):  # type: ignore[override]
         # Not the contiguous copies are kept, but what they are copies of: the layer keeps it too.
-        inputs = Inputs(q, k, v, log_forget).contiguous()
+        inputs = Inputs(q, k, v, log_forget).aligned()
         layout = inputs.layout(cu_seqlens, max_seqlen)
         gates, factors = inputs.gates(layout, w is not None), None
         if w is not None:
@@ -111,7 +112,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, do_BTHV):  # type: ignore[override]
         *saved, o_BTHV, lse_BHS, cu_seqlens = ctx.saved_tensors
         scale, max_seqlen = ctx.options
-        inputs, do_BTHV = Inputs(*saved[:4]).contiguous(), do_BTHV.contiguous()
+        inputs, do_BTHV = Inputs(*saved[:4]).aligned(), aligned(do_BTHV)
         factors = None if saved[4] is None else Factors(*saved[4:])
         layout = inputs.layout(cu_seqlens, max_seqlen)
         delta_BHS, less_BHS = _rows(inputs.q, layout), _rows(inputs.q, layout)
@@ -126,7 +127,7 @@ class _Attention(torch.autograd.Function):
         )  # fmt: skip
         if gates is not None:
             parts = 1
-            if factors is not None and not (inputs.warp_specialized and H == inputs.k.shape[2]):
+            if factors is not None and not (inputs.warp_specialized and inputs.k.shape[2] == H):
                 parts = layout.levels + 1
             ds = torch.empty_like(lse_BHS), lse_BHS.new_empty(parts, *lse_BHS.shape)
         for rows, groups in pieces(inputs, layout, factors):
@@ -149,8 +150,8 @@ class Inputs:
     v: Tensor
     log_forget: Tensor | None
 
-    def contiguous(self) -> "Inputs":
-        return Inputs(*(None if x is None else x.contiguous() for x in vars(self).values()))
+    def aligned(self) -> "Inputs":
+        return Inputs(*(None if x is None else aligned(x) for x in vars(self).values()))
 
     def heads_of(self, groups: slice) -> slice:
         shared = self.q.shape[2] // self.k.shape[2]
@@ -170,9 +171,7 @@ class Inputs:
         """Whether they are, with maps."""
         return warp_specialized(self.q.device, self.q.shape[3], self.v.shape[3])
 
-    def gates(
-        self, layout: Layout, maps: bool, lse_BHS: Tensor | None = None
-    ) -> GateSums | None:
+    def gates(self, layout: Layout, maps: bool, lse_BHS: Tensor | None = None) -> GateSums | None:
         """In backward with the log-sum-exps."""
         if self.log_forget is None:
             return None

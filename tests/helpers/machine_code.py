@@ -110,17 +110,20 @@ def unset_addresses(text: str) -> list[str]:
 
 def overwritten(text: str) -> list[str]:
     """Instructions that write a register which a product in flight reads: one taken from registers,
-    until all products have been waited for."""
-    flying: set[int] = set()
+    until its group of products has been waited for."""
+    groups: list[set[int]] = [set()]
     found = []
     for line in text.splitlines():
-        if product := re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", line):
-            flying |= set(range(int(product[1]), int(product[1]) + 4))
-        elif re.search(r"WARPGROUP.DEPBAR.*0x0 ;", line):
-            flying = set()
+        if "HGMMA" in line:
+            if product := re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", line):
+                groups[-1] |= set(range(int(product[1]), int(product[1]) + 4))
+            if "gsb0" in line:
+                groups.append(set())
+        elif wait := re.search(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\w+)", line):
+            groups = groups[len(groups) - 1 - min(int(wait[1], 16), len(groups) - 1) :]
         elif written := re.search(r"\*/\s+(?:@!?U?P\w+ )?(?!ST)([A-Z]\S*) R(\d+)", line):
             width = 4 if "128" in written[1] else 2 if re.search("64|WIDE|CS2R", written[1]) else 1
-            if flying & set(range(int(written[2]), int(written[2]) + width)):
+            if set.union(*groups) & set(range(int(written[2]), int(written[2]) + width)):
                 found.append(line.strip())
     return found
 

@@ -154,10 +154,11 @@ def test_error_does_not_grow(T, offsets, form):
         assert error < 0.02, name
 
 
-@pytest.mark.parametrize("form", ["path-fox", "fox"])
-def test_nothing_unwritten_is_read(form, monkeypatch):
+@pytest.mark.parametrize("G", [2, 4])
+@pytest.mark.parametrize("form", ["path", "path-fox", "fox"])
+def test_nothing_unwritten_is_read(form, G, monkeypatch):
     """Fresh memory is filled with NaN; the heads are taken one by one."""
-    inputs = make_inputs(700, form)
+    inputs = make_inputs(700, form, G=G)
     expected = results(lambda **x: path_attention(**x, backend="triton"), inputs)
     monkeypatch.setattr(triton_op, "WORKSPACE_BYTES", 0)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -169,6 +170,23 @@ def test_nothing_unwritten_is_read(form, monkeypatch):
         assert not x.isnan().any(), name
         if form == "fox":
             assert torch.equal(x, expected[name]), name
+
+
+@pytest.mark.parametrize("form", ["path", "path-fox"])
+def test_inputs_that_begin_anywhere(form):
+    """They need not begin where copies by boxes may."""
+    inputs = make_inputs(500, form)
+    moved = {
+        n: torch.cat([x.new_empty(1), x.flatten()])[1:].view(x.shape) for n, x in inputs.items()
+    }
+    assert all(x.data_ptr() % 16 for x in moved.values())
+
+    def attend(**x):
+        o = path_attention(**x, backend="triton")
+        return torch.cat([o.new_zeros(1), o.flatten()])[1:].view(o.shape)
+
+    found, expected = results(attend, moved), results(attend, inputs)
+    assert all(torch.equal(found[n], expected[n]) for n in expected)
 
 
 @pytest.mark.parametrize("form", ["path-fox", "fox"])

@@ -71,8 +71,9 @@ def test_the_machine_code(gated, packed, tmp_path):
     # Of two consumers: a walk's first block, the others and the last one's dq, and a map's product.
     # Inside the tile one of them has one block and the other two, and three of X^T.
     assert instructions(text)["HGMMA"] == 2 * (16 + 20 + 4 + 8) + 3 * (8 + 8 + 4 + 4) + 4 + 3 * 4
-    # Products that ptxas does not dare to overlap are waited for one by one.
-    assert text.count("WARPGROUP.DEPBAR") == 2 * (2 + 3 + 1 + 1) + 3 * (1 + 1 + 1 + 1) + 4
+    # Products that ptxas does not dare to overlap are waited for one by one. Of the tile's, dp's of
+    # three blocks are, and three times those of the way through it.
+    assert text.count("WARPGROUP.DEPBAR") == 2 * (2 + 3 + 1 + 1) + 3 + 2 * 3
     # Branches back from where the code waits again, at its end, are no loops.
     bodies = [x for x in loops(text, products=8 + 8 + 4) if x.count("\n") < 1000]
     walks = [instructions(body) for body in bodies]

@@ -44,16 +44,22 @@ def test_an_unset_address_is_found():
 
 
 def test_an_overwritten_operand_is_found():
-    """R4 to R7 are read by a product until it has been waited for."""
-    assert overwritten(IN_FLIGHT) == [IN_FLIGHT.splitlines()[3].strip()]
+    """R4 to R7 are read by a product until it has been waited for, R12 to R15 by the one behind it
+    for longer."""
+    lines = IN_FLIGHT.splitlines()
+    assert overwritten(IN_FLIGHT) == [lines[4].strip(), lines[7].strip()]
 
 
 IN_FLIGHT = """
         /*0450*/                   HGMMA.64x128x16.F32.BF16 R24, R4, gdesc[UR4], R24, gsb0 ;
-        /*0460*/                   MOV R8, R3 ;
-        /*0470*/                   FADD R5, R9, R6 ;
-        /*0480*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
-        /*0490*/                   MOV R4, R3 ;
+        /*0460*/                   HGMMA.64x128x16.F32.BF16 R88, R12, gdesc[UR4], R88, gsb0 ;
+        /*0470*/                   MOV R8, R3 ;
+        /*0480*/                   FADD R5, R9, R6 ;
+        /*0490*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*04a0*/                   MOV R4, R3 ;
+        /*04b0*/                   MOV R15, R3 ;
+        /*04c0*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*04d0*/                   MOV R12, R3 ;
 """
 FAULTY = """
         /*0450*/                   ULEA UR50, UR13, UR50, 0x18 ;
