@@ -28,13 +28,13 @@ from mixtron.kernels.hopper_tools import fill, fill_with, free, left_operand, ri
 from mixtron.kernels.path_attention.hopper_query_tile import (
     COLUMN,
     ROW,
+    begin,
     finely,
     inside_tile,
     through_tile,
 )
 from mixtron.kernels.path_attention.hopper_walks import (
     OWN,
-    PAIRS,
     WIDE,
     C,
     sums_of_threads,
@@ -295,8 +295,7 @@ def _walk(
 @gluon.jit
 def _logits(x_QK, y_BK):
     """Begins x y^T."""
-    s_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
-    return warpgroup_mma(x_QK, y_BK.permute((1, 0)), s_QB, use_acc=False, is_async=True)
+    return begin(x_QK, y_BK.permute((1, 0)))
 
 
 @gluon.jit

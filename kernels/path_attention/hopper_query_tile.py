@@ -33,10 +33,10 @@ def inside_tile(
     _, _, dlogits, _, _, _ = written
     t_Q, less_Q, delta_Q, start_Q = of_rows
     logits = take(k_ring, half)
-    dp_0 = _begin(do_QV, take(v_ring, 0).permute((1, 0)))
+    dp_0 = begin(do_QV, take(v_ring, 0).permute((1, 0)))
     dp_1 = dp_0
     if half == 1:
-        dp_1 = _begin(do_QV, take(v_ring, 1).permute((1, 0)))
+        dp_1 = begin(do_QV, take(v_ring, 1).permute((1, 0)))
     products = dp_0, dp_1
     sum_Q = sums_of_threads(gl.zeros([OWN, OWN], gl.float32, PAIRS))
     for i in gl.static_range(half + 1):
@@ -90,14 +90,14 @@ def through_tile(dq_QK, of_rows, places, scale, a, n, map_n, half: gl.constexpr,
 
     down_Q, up_Q = scales(gl.abs(dq_QK))
     left_QK = _left(dq_QK * down_Q[:, None], FINE, OWN)
-    dM_0 = _begin(left_QK, _fine(take(v_ring, n), FINE).permute((1, 0)))
+    dM_0 = begin(left_QK, _fine(take(v_ring, n), FINE).permute((1, 0)))
     dM_1 = dM_0
     if half == 1:
-        dM_1 = _begin(left_QK, _fine(take(v_ring, n + 1), FINE).permute((1, 0)))
+        dM_1 = begin(left_QK, _fine(take(v_ring, n + 1), FINE).permute((1, 0)))
     k_BK = take(k_ring, n)
-    dq_QK = _add(dq_QK, _left(ds_0, k_BK.dtype, C), k_BK)
+    dq_QK = _add(_left(ds_0, k_BK.dtype, C), k_BK, dq_QK)
     if half == 1:
-        dq_QK = _add(dq_QK, _left(ds_1, k_BK.dtype, C), take(k_ring, n + 1))
+        dq_QK = _add(_left(ds_1, k_BK.dtype, C), take(k_ring, n + 1), dq_QK)
 
     # Rows are brought to one range in both blocks, so that their products add up.
     ds_0, ds_1 = ds_0.to(gl.float32), ds_1.to(gl.float32)
@@ -110,13 +110,13 @@ def through_tile(dq_QK, of_rows, places, scale, a, n, map_n, half: gl.constexpr,
     else:
         dM_0, dM_1 = warpgroup_mma_wait(2, deps=[dM_0, dM_1])
         dM_0, dM_1 = dM_0 * from_Q[:, None], dM_1 * from_Q[:, None]
-    dM_0 = _add(dM_0, ds_0, XT_CC.slice(0, OWN, 0).slice(0, OWN, 1))
+    dM_0 = _add(ds_0, XT_CC.slice(0, OWN, 0).slice(0, OWN, 1), dM_0)
     if half == 0:
         dM_0, dq_QK = warpgroup_mma_wait(0, deps=[dM_0, dq_QK])
         dM_1 = dM_0
     else:
-        dM_1 = _add(dM_1, ds_0, XT_CC.slice(0, OWN, 0).slice(OWN, OWN, 1))
-        dM_1 = _add(dM_1, ds_1, XT_CC.slice(OWN, OWN, 0).slice(OWN, OWN, 1))
+        dM_1 = _add(ds_0, XT_CC.slice(0, OWN, 0).slice(OWN, OWN, 1), dM_1)
+        dM_1 = _add(ds_1, XT_CC.slice(OWN, OWN, 0).slice(OWN, OWN, 1), dM_1)
         dM_0, dM_1, dq_QK = warpgroup_mma_wait(0, deps=[dM_0, dM_1, dq_QK])
 
     upto_QB = _upto(a, 0, t_Q, start_Q)
@@ -133,10 +133,10 @@ def through_tile(dq_QK, of_rows, places, scale, a, n, map_n, half: gl.constexpr,
     down_Q, up_Q = scales(gl.maximum(gl.abs(dM_0), gl.abs(dM_1)))
     dq_QK = dq_QK * gl.convert_layout(down_Q, WIDE_ROW)[:, None]
     w_BK = _fine(take(k_ring, n + 2), FINE)
-    dq_QK = _add(dq_QK, _left(dM_0 * down_Q[:, None], FINE, C), w_BK)
+    dq_QK = _add(_left(dM_0 * down_Q[:, None], FINE, C), w_BK, dq_QK)
     if half == 1:
         w_BK = _fine(take(v_ring, n + 2), FINE)
-        dq_QK = _add(dq_QK, _left(dM_1 * down_Q[:, None], FINE, C), w_BK)
+        dq_QK = _add(_left(dM_1 * down_Q[:, None], FINE, C), w_BK, dq_QK)
     dq_QK = warpgroup_mma_wait(0, deps=[dq_QK]) * gl.convert_layout(up_Q, WIDE_ROW)[:, None]
     column_K = gl.arange(0, C, gl.SliceLayout(0, WIDE))
     inside_Q = gl.convert_layout(t_Q < sizes[0], WIDE_ROW)
@@ -167,15 +167,15 @@ def _fine(rows, FINE: gl.constexpr):
 
 
 @gluon.jit
-def _begin(x_QK, y):
+def begin(x_QK, y):
     """Begins x y."""
     zeros_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
     return warpgroup_mma(x_QK, y, zeros_QB, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _add(acc, x, y):
-    """Begins acc + x y."""
+def _add(x, y, acc):
+    """Begins x y + acc."""
     return warpgroup_mma(x, y, acc, is_async=True)
 
 
