@@ -6,10 +6,10 @@ Two consumers own 64 of the tile's 128 queries each. While one makes ds of a blo
 work for the other.
 
 In shared memory, in KiB: queries' versions 2 x 32, of which one serves to write dq; a map 32;
-blocks of keys and values 4 x 32; with a gate its sums (triton_gates.py) come along. The tile's
-do comes first, in the place of a version, and goes to registers, its logits and values in that of
-blocks. At the end the map's place holds X^T, and that of blocks the rest of what the way through
-the tile takes.
+blocks of keys and values 4 x 32, with what there is of their columns: with a gate its sums
+(triton_gates.py), which rows of versions have too. The tile's do comes first, in the place of a
+version, and goes to registers, its logits and values in that of blocks. At the end the map's place
+holds X^T, and that of blocks the rest of what the way through the tile takes.
 """
 
 # Descriptors and barriers are for Gluon's compiler alone.
@@ -55,30 +55,30 @@ VARYING = ("T", "S", "tiles", "levels", "reach", "versions", "nodes", "plane", "
 
 @gluon.jit(do_not_specialize=VARYING)
 def hopper_query_kernel(
-    q, k, v, do, logits, maps, k_BTGK, w, XT, Y, dq_versions, dq_left, less, after, until,
-    start_S, less_LBHS, delta_BHS, beta, dlogits, dM, dq, rows_BHS, scale,
+    q, k, v, do, logits, maps, k_BTGK, w, XT, Y, dq_versions, dq_left, beta, less, after, until,
+    start_S, less_LBHS, delta_BHS, dlogits, dM, dq, rows_BHS, scale,
     T, S, tiles, levels, reach, versions, nodes, plane, heads, H,
     R: gl.constexpr, GATE: gl.constexpr, DOCUMENTS: gl.constexpr, FINE: gl.constexpr,
 ):  # fmt: skip
     """A tile of 128 queries; sums of ds over columns are none of its business.
 
     The first twelve are descriptors of matrices with 128 columns (v, do and k_BTGK: a token's of
-    all heads), in boxes of 64 rows, of maps and XT of 128; logits' FINE entries as q's dtype. With
-    a gate, less and after of [64] of levels' planes [B H S], and until of [64] of the sums from
-    tiles' left edges to tokens. The rest as in triton_query_backward.py.
+    all heads), in boxes of 64 rows, of maps and XT of 128, logits' FINE entries as q's dtype; then
+    beta of [64]. With a gate, less and after of [64] of levels' planes [B H S], and until of [64]
+    of the sums from tiles' left edges to tokens. The rest as in triton_query_backward.py.
     """
     k_ring, v_ring, map_ring = ring(k, BLOCKS, 2), ring(v, BLOCKS, 2), ring(maps, 1, 2)
     q_rings = ring(q, 2, 1), ring(q, 2, 1)
-    lesses, afters = (k_ring[0], k_ring[0]), k_ring[0]
+    of_columns = gl.allocate_shared_memory(beta.dtype, [BLOCKS, OWN], beta.layout)
+    lesses = k_ring[0], k_ring[0]
     if GATE:
-        afters = gl.allocate_shared_memory(after.dtype, [BLOCKS, OWN], after.layout)
         lesses = _rows_of_versions(less), _rows_of_versions(less)
     fence_async_shared()
-    rings = k_ring, v_ring, afters, map_ring, q_rings, lesses
+    rings = k_ring, v_ring, of_columns, map_ring, q_rings, lesses
     tree = tiles, levels, reach, versions, nodes
     sizes = T, S, plane, heads, H
-    operands = q, k, v, do, logits, maps, k_BTGK, w, XT, Y, less, after, until
-    read = start_S, less_LBHS, delta_BHS, beta
+    operands = q, k, v, do, logits, maps, k_BTGK, w, XT, Y, beta, less, after, until
+    read = start_S, less_LBHS, delta_BHS
     written = dq_versions, dq_left, dlogits, dM, dq, rows_BHS
     shared = rings, read, written, tree, sizes
     gl.warp_specialize(
@@ -104,8 +104,8 @@ def _produce(
 ):  # fmt: skip
     """Loads the tile's operands. A version and its map come after the first blocks of the walk
     before: by then what they overwrite is not in use any more."""
-    k_ring, v_ring, afters, map_ring, q_rings, lesses = rings
-    q, k, v, do, logits, maps, k_BTGK, w, XT, Y, less, after, until = operands
+    k_ring, v_ring, of_columns, map_ring, q_rings, lesses = rings
+    q, k, v, do, logits, maps, k_BTGK, w, XT, Y, beta, less, after, until = operands
     tiles, levels, reach, versions, nodes = tree
     T, S, plane, _, H = sizes
     turn, bh = taken()
@@ -118,7 +118,7 @@ def _produce(
         value = [first + i * OWN, g * C]
         if GATE:
             # In place of a block's sums, what the tile's own keys lie before.
-            fill_with(v_ring, i, v, value, afters, until, [tile + i * OWN])
+            fill_with(v_ring, i, v, value, of_columns, until, [tile + i * OWN])
         else:
             fill(v_ring, i, v, value)
     blocks = k, v, after, g
@@ -157,7 +157,8 @@ def _produce(
     shared = ((b * G + g) * tiles + a) * C
     fill(map_ring, gl.maximum(walks - 1, 0), XT, [shared, 0])
     for i in gl.static_range(2):
-        fill(v_ring, n + i, Y, [shared + i * OWN, 0])
+        row = shared + i * OWN
+        fill_with(v_ring, n + i, Y, [row, 0], of_columns, beta, [row])
     for i in gl.static_range(2):
         fill(k_ring, n + i, k_BTGK, [first + i * OWN, g * C])
     fill(k_ring, n + 2, w, [shared, 0])
@@ -167,13 +168,13 @@ def _produce(
 @gluon.jit
 def _load_blocks(rings, n, blocks, key, token, gate, count, GATE: gl.constexpr):
     """Blocks of keys, from row `key` on, and of what belongs to them. Returns the rings' next."""
-    k_ring, v_ring, afters, _, _, _ = rings
+    k_ring, v_ring, of_columns, _, _, _ = rings
     k, v, after, g = blocks
     for i in range(count):
         fill(k_ring, n + i, k, [key + i * OWN, 0])
         value = [token + i * OWN, g * C]
         if GATE:
-            fill_with(v_ring, n + i, v, value, afters, after, [gate + i * OWN])
+            fill_with(v_ring, n + i, v, value, of_columns, after, [gate + i * OWN])
         else:
             fill(v_ring, n + i, v, value)
     return n + count
@@ -187,7 +188,7 @@ def _consume(
     """The tile's queries half * OWN .. ."""
     rings, read, written, tree, sizes = shared
     _, _, _, map_ring, q_rings, lesses = rings
-    start_S, less_LBHS, delta_BHS, _ = read
+    start_S, less_LBHS, delta_BHS = read
     dq_versions, dq_left, _, _, _, rows_BHS = written
     tiles, levels, reach, versions, _ = tree
     T, S, _, heads, H = sizes
@@ -243,8 +244,7 @@ def _consume(
     if GATE:
         gl.store(rows_BHS + of_head + t_Q, gl.convert_layout(gl.sum(sum_Q, 1), ROW))
     token_Q = (b.to(gl.int64) * T + t_Q) * heads + h
-    of_group = (b * (H // R) + h // R).to(gl.int64) * S
-    places = of_head + a * C, of_group + a * C, token_Q
+    places = of_head + a * C, token_Q
     map_n = gl.maximum(walks - 1, 0)
     through_tile(dq_QK, of_rows, places, scale, a, n, map_n, half, shared)
     tma.store_wait(0)
@@ -256,14 +256,14 @@ def _walk(
     GATE: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     """The key blocks lo .. hi, all before the queries."""
-    k_ring, v_ring, afters, _, _, _ = rings
+    k_ring, v_ring, of_columns, _, _, _ = rings
     delta_Q = of_rows[2]
     LEFT: gl.constexpr = left_operand(C)
     count = (hi - lo) // OWN
     k_BK = take(k_ring, n)
     s_QB, dp_QB = _logits(q_QK, k_BK), _logits(do_QV, take(v_ring, n))
     s_QB = warpgroup_mma_wait(1, deps=[s_QB])
-    p_QB = _weights(s_QB, afters.index(n % BLOCKS), lo, latest, of_rows, GATE, DOCUMENTS)
+    p_QB = _weights(s_QB, of_columns.index(n % BLOCKS), lo, latest, of_rows, GATE, DOCUMENTS)
     dp_QB = warpgroup_mma_wait(0, deps=[dp_QB])
     free(v_ring, n)
     ds_QB = p_QB * (dp_QB - delta_Q[:, None])
@@ -275,7 +275,7 @@ def _walk(
         next_BK = take(k_ring, n + i)
         s_QB, dp_QB = _logits(q_QK, next_BK), _logits(do_QV, take(v_ring, n + i))
         dq_QK = warpgroup_mma(ds_QB, k_BK, dq_QK, is_async=True)
-        after = afters.index((n + i) % BLOCKS)
+        after = of_columns.index((n + i) % BLOCKS)
         s_QB = warpgroup_mma_wait(2, deps=[s_QB])
         p_QB = _weights(s_QB, after, first, latest, of_rows, GATE, DOCUMENTS)
         dp_QB = warpgroup_mma_wait(1, deps=[dp_QB])

@@ -29,7 +29,7 @@ def inside_tile(
     """The keys of the queries' own tile: writes ds; returns its sums over rows by threads, with
     a gate."""
     rings, _, written, _, _ = shared
-    k_ring, v_ring, afters, _, _, _ = rings
+    k_ring, v_ring, of_columns, _, _, _ = rings
     _, _, dlogits, _, _, _ = written
     t_Q, less_Q, delta_Q, start_Q = of_rows
     logits = take(k_ring, half)
@@ -43,7 +43,7 @@ def inside_tile(
         s_QB = logits.slice(i * OWN, OWN, 1).load(PAIRS)
         s_QB = gl.cast(s_QB, FINE, bitcast=True).to(gl.float32) * LOG2_E
         if GATE:
-            s_QB -= afters.index(i).load(COLUMN)[None, :]
+            s_QB -= of_columns.index(i).load(COLUMN)[None, :]
         upto_QB = _upto(a, i, t_Q, start_Q)
         p_QB = gl.exp2(gl.where(upto_QB, s_QB, float("-inf")) - less_Q[:, None])
         dp_QB = warpgroup_mma_wait(half - i, deps=[products[i]])
@@ -74,19 +74,18 @@ def through_tile(dq_QK, of_rows, places, scale, a, n, map_n, half: gl.constexpr,
     """Writes -dM, whose M is before beta, and dq, from that at the tile's left edge and from ds
     inside of it (triton_tile_gradients.py): as it is written there, of the columns up to the rows.
     """
-    rings, read, written, _, sizes = shared
-    k_ring, v_ring, _, map_ring, _, _ = rings
-    _, _, _, beta = read
+    rings, _, written, _, sizes = shared
+    k_ring, v_ring, of_columns, map_ring, _, _ = rings
     _, _, dlogits, dM, dq, _ = written
     t_Q, _, _, start_Q = of_rows
-    of_queries, of_keys, token_Q = places
+    of_queries, token_Q = places
     XT_CC = take(map_ring, map_n)
     FINE: gl.constexpr = XT_CC.dtype
-    beta_B = beta + of_keys + gl.arange(0, OWN, COLUMN)
-    ds_0, beta_0 = gl.load(dlogits + _pairs(of_queries, half, 0)), gl.load(beta_B)
-    ds_1, beta_1 = ds_0, beta_0
+    SLOTS: gl.constexpr = of_columns.shape[0]
+    ds_0 = gl.load(dlogits + _pairs(of_queries, half, 0))
+    ds_1 = ds_0
     if half == 1:
-        ds_1, beta_1 = gl.load(dlogits + _pairs(of_queries, half, 1)), gl.load(beta_B + OWN)
+        ds_1 = gl.load(dlogits + _pairs(of_queries, half, 1))
 
     down_Q, up_Q = scales(gl.abs(dq_QK))
     left_QK = _left(dq_QK * down_Q[:, None], FINE, OWN)
@@ -99,22 +98,24 @@ def through_tile(dq_QK, of_rows, places, scale, a, n, map_n, half: gl.constexpr,
     if half == 1:
         dq_QK = _add(_left(ds_1, k_BK.dtype, C), take(k_ring, n + 1), dq_QK)
 
+    # Not before these are done, or there are too few registers.
+    if half == 0:
+        dM_0 = warpgroup_mma_wait(1, deps=[dM_0])
+    else:
+        dM_0, dM_1 = warpgroup_mma_wait(2, deps=[dM_0, dM_1])
     # Rows are brought to one range in both blocks, so that their products add up.
     ds_0, ds_1 = ds_0.to(gl.float32), ds_1.to(gl.float32)
     ds_down_Q, ds_up_Q = scales(gl.maximum(gl.abs(ds_0), gl.abs(ds_1)))
     ds_0 = _left(ds_0 * ds_down_Q[:, None], FINE, OWN)
     ds_1 = _left(ds_1 * ds_down_Q[:, None], FINE, OWN)
     from_Q = gl.convert_layout(up_Q, ROW) * ds_down_Q
-    if half == 0:
-        dM_0 = warpgroup_mma_wait(1, deps=[dM_0]) * from_Q[:, None]
-    else:
-        dM_0, dM_1 = warpgroup_mma_wait(2, deps=[dM_0, dM_1])
-        dM_0, dM_1 = dM_0 * from_Q[:, None], dM_1 * from_Q[:, None]
+    dM_0 = dM_0 * from_Q[:, None]
     dM_0 = _add(ds_0, XT_CC.slice(0, OWN, 0).slice(0, OWN, 1), dM_0)
     if half == 0:
         dM_0, dq_QK = warpgroup_mma_wait(0, deps=[dM_0, dq_QK])
         dM_1 = dM_0
     else:
+        dM_1 = dM_1 * from_Q[:, None]
         dM_1 = _add(ds_0, XT_CC.slice(0, OWN, 0).slice(OWN, OWN, 1), dM_1)
         dM_1 = _add(ds_1, XT_CC.slice(OWN, OWN, 0).slice(OWN, OWN, 1), dM_1)
         dM_0, dM_1, dq_QK = warpgroup_mma_wait(0, deps=[dM_0, dM_1, dq_QK])
@@ -122,14 +123,14 @@ def through_tile(dq_QK, of_rows, places, scale, a, n, map_n, half: gl.constexpr,
     upto_QB = _upto(a, 0, t_Q, start_Q)
     dM_0 = gl.where(upto_QB, dM_0 * ds_up_Q[:, None], 0.0)
     gl.store(dM + _pairs(of_queries, half, 0), (dM_0 * scale).to(dM.dtype.element_ty))
-    dM_0 = dM_0 * -beta_0[None, :]
+    dM_0 = dM_0 * -of_columns.index(n % SLOTS).load(COLUMN)[None, :]
     if half == 0:
         dM_1 = dM_0
     else:
         upto_QB = _upto(a, 1, t_Q, start_Q)
         dM_1 = gl.where(upto_QB, dM_1 * ds_up_Q[:, None], 0.0)
         gl.store(dM + _pairs(of_queries, half, 1), (dM_1 * scale).to(dM.dtype.element_ty))
-        dM_1 = dM_1 * -beta_1[None, :]
+        dM_1 = dM_1 * -of_columns.index((n + 1) % SLOTS).load(COLUMN)[None, :]
     down_Q, up_Q = scales(gl.maximum(gl.abs(dM_0), gl.abs(dM_1)))
     dq_QK = dq_QK * gl.convert_layout(down_Q, WIDE_ROW)[:, None]
     w_BK = _fine(take(k_ring, n + 2), FINE)
