@@ -11,7 +11,7 @@ before it.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """Of boxes of 64 or 128 columns of 16 bits in shared memory, for TMA and wgmma."""
@@ -33,6 +33,26 @@ def accumulator(columns):
 def left_operand(columns):
     """Of a product whose left operand stays in registers, with an accumulator of `columns`."""
     return gl.DotOperandLayout(0, accumulator(columns), 2)
+
+
+@gluon.jit
+def begin_square(x, y):
+    """Begins x y, [64, 64]."""
+    zeros = gl.zeros([64, 64], gl.float32, accumulator(64))
+    return warpgroup_mma(x, y, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def begin_wide(x, y):
+    """Begins x y, [64, 128]."""
+    zeros = gl.zeros([64, 128], gl.float32, accumulator(128))
+    return warpgroup_mma(x, y, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add(x, y, acc):
+    """Begins x y + acc."""
+    return warpgroup_mma(x, y, acc, is_async=True)
 
 
 @gluon.jit

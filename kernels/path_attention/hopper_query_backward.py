@@ -24,11 +24,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mixtron.kernels.hopper_tools import fill, fill_with, free, left_operand, ring, take
+from mixtron.kernels.hopper_tools import (
+    begin_square,
+    fill,
+    fill_with,
+    free,
+    left_operand,
+    ring,
+    take,
+)
 from mixtron.kernels.path_attention.hopper_query_tile import (
     COLUMN,
     ROW,
-    begin,
     finely,
     inside_tile,
     through_tile,
@@ -295,7 +302,7 @@ def _walk(
 @gluon.jit
 def _logits(x_QK, y_BK):
     """Begins x y^T."""
-    return begin(x_QK, y_BK.permute((1, 0)))
+    return begin_square(x_QK, y_BK.permute((1, 0)))
 
 
 @gluon.jit

@@ -13,7 +13,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from mixtron.kernels.hopper_tools import SWIZZLED, accumulator, free, left_operand, take
+from mixtron.kernels.hopper_tools import (
+    SWIZZLED,
+    accumulator,
+    add,
+    begin_square,
+    free,
+    left_operand,
+    take,
+)
 from mixtron.kernels.path_attention.hopper_walks import OWN, PAIRS, WIDE, C, sums_of_threads
 from mixtron.kernels.path_attention.triton_forward import LOG2_E
 
@@ -33,10 +41,10 @@ def inside_tile(
     _, _, dlogits, _, _, _ = written
     t_Q, less_Q, delta_Q, start_Q = of_rows
     logits = take(k_ring, half)
-    dp_0 = begin(do_QV, take(v_ring, 0).permute((1, 0)))
+    dp_0 = begin_square(do_QV, take(v_ring, 0).permute((1, 0)))
     dp_1 = dp_0
     if half == 1:
-        dp_1 = begin(do_QV, take(v_ring, 1).permute((1, 0)))
+        dp_1 = begin_square(do_QV, take(v_ring, 1).permute((1, 0)))
     products = dp_0, dp_1
     sum_Q = sums_of_threads(gl.zeros([OWN, OWN], gl.float32, PAIRS))
     for i in gl.static_range(half + 1):
@@ -89,14 +97,14 @@ def through_tile(dq_QK, of_rows, places, scale, a, n, map_n, half: gl.constexpr,
 
     down_Q, up_Q = scales(gl.abs(dq_QK))
     left_QK = _left(dq_QK * down_Q[:, None], FINE, OWN)
-    dM_0 = begin(left_QK, _fine(take(v_ring, n), FINE).permute((1, 0)))
+    dM_0 = begin_square(left_QK, _fine(take(v_ring, n), FINE).permute((1, 0)))
     dM_1 = dM_0
     if half == 1:
-        dM_1 = begin(left_QK, _fine(take(v_ring, n + 1), FINE).permute((1, 0)))
+        dM_1 = begin_square(left_QK, _fine(take(v_ring, n + 1), FINE).permute((1, 0)))
     k_BK = take(k_ring, n)
-    dq_QK = _add(_left(ds_0, k_BK.dtype, C), k_BK, dq_QK)
+    dq_QK = add(_left(ds_0, k_BK.dtype, C), k_BK, dq_QK)
     if half == 1:
-        dq_QK = _add(_left(ds_1, k_BK.dtype, C), take(k_ring, n + 1), dq_QK)
+        dq_QK = add(_left(ds_1, k_BK.dtype, C), take(k_ring, n + 1), dq_QK)
 
     # Not before these are done, or there are too few registers.
     if half == 0:
@@ -110,14 +118,14 @@ def through_tile(dq_QK, of_rows, places, scale, a, n, map_n, half: gl.constexpr,
     ds_1 = _left(ds_1 * ds_down_Q[:, None], FINE, OWN)
     from_Q = gl.convert_layout(up_Q, ROW) * ds_down_Q
     dM_0 = dM_0 * from_Q[:, None]
-    dM_0 = _add(ds_0, XT_CC.slice(0, OWN, 0).slice(0, OWN, 1), dM_0)
+    dM_0 = add(ds_0, XT_CC.slice(0, OWN, 0).slice(0, OWN, 1), dM_0)
     if half == 0:
         dM_0, dq_QK = warpgroup_mma_wait(0, deps=[dM_0, dq_QK])
         dM_1 = dM_0
     else:
         dM_1 = dM_1 * from_Q[:, None]
-        dM_1 = _add(ds_0, XT_CC.slice(0, OWN, 0).slice(OWN, OWN, 1), dM_1)
-        dM_1 = _add(ds_1, XT_CC.slice(OWN, OWN, 0).slice(OWN, OWN, 1), dM_1)
+        dM_1 = add(ds_0, XT_CC.slice(0, OWN, 0).slice(OWN, OWN, 1), dM_1)
+        dM_1 = add(ds_1, XT_CC.slice(OWN, OWN, 0).slice(OWN, OWN, 1), dM_1)
         dM_0, dM_1, dq_QK = warpgroup_mma_wait(0, deps=[dM_0, dM_1, dq_QK])
 
     upto_QB = _upto(a, 0, t_Q, start_Q)
@@ -134,10 +142,10 @@ def through_tile(dq_QK, of_rows, places, scale, a, n, map_n, half: gl.constexpr,
     down_Q, up_Q = scales(gl.maximum(gl.abs(dM_0), gl.abs(dM_1)))
     dq_QK = dq_QK * gl.convert_layout(down_Q, WIDE_ROW)[:, None]
     w_BK = _fine(take(k_ring, n + 2), FINE)
-    dq_QK = _add(_left(dM_0 * down_Q[:, None], FINE, C), w_BK, dq_QK)
+    dq_QK = add(_left(dM_0 * down_Q[:, None], FINE, C), w_BK, dq_QK)
     if half == 1:
         w_BK = _fine(take(v_ring, n + 2), FINE)
-        dq_QK = _add(_left(dM_1 * down_Q[:, None], FINE, C), w_BK, dq_QK)
+        dq_QK = add(_left(dM_1 * down_Q[:, None], FINE, C), w_BK, dq_QK)
     dq_QK = warpgroup_mma_wait(0, deps=[dq_QK]) * gl.convert_layout(up_Q, WIDE_ROW)[:, None]
     column_K = gl.arange(0, C, gl.SliceLayout(0, WIDE))
     inside_Q = gl.convert_layout(t_Q < sizes[0], WIDE_ROW)
@@ -165,19 +173,6 @@ def _upto(a, i: gl.constexpr, t_Q, start_Q):
 def _fine(rows, FINE: gl.constexpr):
     """A ring's item as what its entries are."""
     return rows._reinterpret(FINE, [OWN, C], SWIZZLED)
-
-
-@gluon.jit
-def begin(x_QK, y):
-    """Begins x y."""
-    zeros_QB = gl.zeros([OWN, OWN], gl.float32, PAIRS)
-    return warpgroup_mma(x_QK, y, zeros_QB, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _add(x, y, acc):
-    """Begins x y + acc."""
-    return warpgroup_mma(x, y, acc, is_async=True)
 
 
 @gluon.jit

@@ -7,11 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from mixtron.kernels.hopper_tools import accumulator
+from mixtron.kernels.hopper_tools import accumulator, add, begin_square, begin_wide
 from mixtron.kernels.path_attention.hopper_tile_places import (
     DA_WRITTEN,
     DK_DQ,
@@ -40,8 +39,6 @@ from mixtron.kernels.path_attention.hopper_tiles import (
     COLUMN,
     LEFT,
     ROW,
-    SQUARE,
-    C,
     left,
     transposed,
 )
@@ -63,10 +60,10 @@ def begin_M(
     _round(w_own, FINE)
     tell(shared, half)
     come(shared, Q_Y, 0)
-    M_own = _begin_square(w_own, transposed(half_at(shared, Q_Y, half)))
+    M_own = begin_square(w_own, transposed(half_at(shared, Q_Y, half)))
     M_far = M_own
     if half == 0:
-        M_far = _begin_square(w_own, transposed(half_at(shared, Q_Y, 1)))
+        M_far = begin_square(w_own, transposed(half_at(shared, Q_Y, 1)))
     M_own, M_far = warpgroup_mma_wait(0, deps=[M_own, M_far])
     M_own = _of_later(M_own * scale, documents, shared[1], half, half, DOCUMENTS)
     _put(own_M(shared, half), M_own)
@@ -85,19 +82,19 @@ def pass_X(shared, odd, MT_far, beta_B, half: gl.constexpr):
     w_own, q_own = half_at(shared, odd, half), half_at(shared, Q_Y, half)
     MT_own = own_M(shared, half)
     d_own, d_far = block_at(shared, DL_DP_K, 2 * half), block_at(shared, DL_DP_K, 1)
-    dX_own = _begin_square(MT_own, d_own)
+    dX_own = begin_square(MT_own, d_own)
     if half == 0:
-        dX_own = _add(MT_far, d_far, dX_own)
-    dX_own = _add(w_own, transposed(half_at(shared, DK_DQ, half)), dX_own)
-    dk_BK = _begin_wide(transposed(d_own), q_own)
+        dX_own = add(MT_far, d_far, dX_own)
+    dX_own = add(w_own, transposed(half_at(shared, DK_DQ, half)), dX_own)
+    dk_BK = begin_wide(transposed(d_own), q_own)
     dX_far = dX_own
     if half == 0:
-        dk_BK = _add(transposed(d_far), half_at(shared, Q_Y, 1), dk_BK)
+        dk_BK = add(transposed(d_far), half_at(shared, Q_Y, 1), dk_BK)
         dX_own, dk_BK = warpgroup_mma_wait(0, deps=[dX_own, dk_BK])
         tell(shared, DL_READ)
     else:
-        dX_far = _begin_square(MT_own, d_far)
-        dX_far = _add(w_own, transposed(half_at(shared, DK_DQ, 0)), dX_far)
+        dX_far = begin_square(MT_own, d_far)
+        dX_far = add(w_own, transposed(half_at(shared, DK_DQ, 0)), dX_far)
         dX_own, dX_far, dk_BK = warpgroup_mma_wait(0, deps=[dX_own, dX_far, dk_BK])
         _put(block_at(shared, DL_DP_K, 3), dX_far * -beta_B[:, None])
     _put(d_own, dX_own * -beta_B[:, None])
@@ -116,9 +113,9 @@ def begin_U(shared, odd, half: gl.constexpr, FINE: gl.constexpr):
         _round(block_at(shared, L_V, 1), FINE)
     place = 1 - odd
     come(shared, place, odd)
-    dU_BK = _begin_wide(transposed(block_at(shared, place, 2 * half)), half_at(shared, Q_Y, half))
+    dU_BK = begin_wide(transposed(block_at(shared, place, 2 * half)), half_at(shared, Q_Y, half))
     if half == 0:
-        dU_BK = _add(transposed(block_at(shared, place, 1)), half_at(shared, Q_Y, 1), dU_BK)
+        dU_BK = add(transposed(block_at(shared, place, 1)), half_at(shared, Q_Y, 1), dU_BK)
     dU_BK = warpgroup_mma_wait(0, deps=[dU_BK])
     leave(shared, Q_Y)
     leave(shared, place)
@@ -130,17 +127,17 @@ def pass_Z(shared, odd, documents, half: gl.constexpr, DOCUMENTS: gl.constexpr):
     """4. Writes Z^T in place of dX and dlogits. Returns blocks as left operands."""
     L_own, L_far = block_at(shared, L_V, 2 * half), block_at(shared, L_V, 1)
     d_own, dX_far = block_at(shared, DL_DP_K, 2 * half), block_at(shared, DL_DP_K, 3)
-    Z_own = _begin_square(transposed(L_own), d_own)
+    Z_own = begin_square(transposed(L_own), d_own)
     if half == 0:
         hear(shared, DX_WRITTEN, odd)
-        Z_own = _add(transposed(L_far), dX_far, Z_own)
+        Z_own = add(transposed(L_far), dX_far, Z_own)
     Z_own = warpgroup_mma_wait(0, deps=[Z_own])
     Z_own = _of_earlier(Z_own, documents, shared[1], half, half, DOCUMENTS).to(d_own.dtype)
     d_own.store(Z_own)
     Z_own = gl.convert_layout(Z_own, LEFT)
     Z_far = Z_own
     if half == 1:
-        Z_far = warpgroup_mma_wait(0, deps=[_begin_square(transposed(L_own), dX_far)])
+        Z_far = warpgroup_mma_wait(0, deps=[begin_square(transposed(L_own), dX_far)])
         Z_far = _of_earlier(Z_far, documents, shared[1], 1, 0, DOCUMENTS).to(d_own.dtype)
         hear(shared, DL_READ, odd)
         block_at(shared, DL_DP_K, 1).store(Z_far)
@@ -155,11 +152,11 @@ def pass_Z(shared, odd, documents, half: gl.constexpr, DOCUMENTS: gl.constexpr):
 def add_Z(shared, odd, dk_BK, half: gl.constexpr):
     """4. Adds Z W and dk_right."""
     w_own = half_at(shared, odd, half)
-    dk_BK = _add(transposed(block_at(shared, DL_DP_K, 2 * half)), w_own, dk_BK)
+    dk_BK = add(transposed(block_at(shared, DL_DP_K, 2 * half)), w_own, dk_BK)
     if half == 0:
         hear(shared, 1, odd)
         hear(shared, ZT_WRITTEN, odd)
-        dk_BK = _add(transposed(block_at(shared, DL_DP_K, 1)), half_at(shared, odd, 1), dk_BK)
+        dk_BK = add(transposed(block_at(shared, DL_DP_K, 1)), half_at(shared, odd, 1), dk_BK)
     dk_BK = warpgroup_mma_wait(0, deps=[dk_BK])
     leave(shared, DL_DP_K)
     return dk_BK + half_at(shared, DK_DQ, half).load(WIDE).to(gl.float32)
@@ -173,11 +170,11 @@ def add_keys(shared, odd, dU_BK, half: gl.constexpr, FINE: gl.constexpr):
     _round(X_own, FINE)
     if half == 0:
         tell(shared, XT_ROUNDED)
-    dU_BK = _add(transposed(X_own), half_at(shared, DK_DQ, half), dU_BK)
+    dU_BK = add(transposed(X_own), half_at(shared, DK_DQ, half), dU_BK)
     if half == 1:
         X_far = block_at(shared, XT_DA, 1)
         _round(X_far, FINE)
-        dU_BK = _add(transposed(X_far), half_at(shared, DK_DQ, 0), dU_BK)
+        dU_BK = add(transposed(X_far), half_at(shared, DK_DQ, 0), dU_BK)
     come(shared, Q_Y, 1)
     Y_own = half_at(shared, Q_Y, half)
     _round(Y_own, FINE)
@@ -186,7 +183,7 @@ def add_keys(shared, odd, dU_BK, half: gl.constexpr, FINE: gl.constexpr):
     dU_BK = warpgroup_mma_wait(0, deps=[dU_BK])
     leave(shared, DK_DQ)
     come(shared, DL_DP_K, 1 - odd)
-    dU_BK = _add(Y_own, transposed(square_at(shared, DL_DP_K)), dU_BK)
+    dU_BK = add(Y_own, transposed(square_at(shared, DL_DP_K)), dU_BK)
     return warpgroup_mma_wait(0, deps=[dU_BK])
 
 
@@ -199,12 +196,12 @@ def by_w(shared, odd, dU_BK, half: gl.constexpr):
 @gluon.jit
 def pass_Y(shared, odd, MT_far, beta_B, half: gl.constexpr):
     """6. Writes -diag(beta) dY in place of dq_left."""
-    dY_BK = _begin_wide(half_at(shared, odd, half), square_at(shared, DL_DP_K))
+    dY_BK = begin_wide(half_at(shared, odd, half), square_at(shared, DL_DP_K))
     come(shared, DK_DQ, 1)
     dq_own = half_at(shared, DK_DQ, half)
-    dY_BK = _add(own_M(shared, half), dq_own, dY_BK)
+    dY_BK = add(own_M(shared, half), dq_own, dY_BK)
     if half == 0:
-        dY_BK = _add(MT_far, half_at(shared, DK_DQ, 1), dY_BK)
+        dY_BK = add(MT_far, half_at(shared, DK_DQ, 1), dY_BK)
     dY_BK = warpgroup_mma_wait(0, deps=[dY_BK])
     leave(shared, DL_DP_K)
     if half == 0:
@@ -222,13 +219,13 @@ def add_V(shared, odd, dw_BK, half: gl.constexpr):
     """7. Adds V, and writes it in place of the blocks of L that its own rows alone need. It is
     multiplied out twice: the compiler would add it much later, and keep both till then."""
     L_own, dY_own = block_at(shared, L_V, 2 * half), half_at(shared, DK_DQ, half)
-    V_BK = _begin_wide(transposed(L_own), dY_own)
-    dw_BK = _add(transposed(L_own), dY_own, dw_BK)
+    V_BK = begin_wide(transposed(L_own), dY_own)
+    dw_BK = add(transposed(L_own), dY_own, dw_BK)
     if half == 0:
         L_far, dY_far = block_at(shared, L_V, 1), half_at(shared, DK_DQ, 1)
         hear(shared, DY_WRITTEN, odd)
-        V_BK = _add(transposed(L_far), dY_far, V_BK)
-        dw_BK = _add(transposed(L_far), dY_far, dw_BK)
+        V_BK = add(transposed(L_far), dY_far, V_BK)
+        dw_BK = add(transposed(L_far), dY_far, dw_BK)
     V_BK, dw_BK = warpgroup_mma_wait(0, deps=[V_BK, dw_BK])
     leave(shared, DK_DQ)
     _put(half_at(shared, L_V, half), V_BK)
@@ -244,13 +241,13 @@ def add_A(
     """8. Writes -dA in place of X^T. Begins to add dA diag(beta) W."""
     V_own, X_own = half_at(shared, L_V, half), block_at(shared, XT_DA, 2 * half)
     if half == 0:
-        dA_own = _begin_square(V_own, transposed(half_at(shared, Q_Y, 0)))
-        dA_own = warpgroup_mma_wait(0, deps=[_add(ZT_own, X_own, dA_own)])
+        dA_own = begin_square(V_own, transposed(half_at(shared, Q_Y, 0)))
+        dA_own = warpgroup_mma_wait(0, deps=[add(ZT_own, X_own, dA_own)])
         leave(shared, Q_Y)
         leave(shared, L_V)
         dA_own = _of_earlier(dA_own, documents, shared[1], 0, 0, DOCUMENTS)
         left_own = left(_of_columns(dA_own, betas), X_own.dtype)
-        dw_BK = _add(left_own, half_at(shared, odd, 0), dw_BK)
+        dw_BK = add(left_own, half_at(shared, odd, 0), dw_BK)
         # The other one has read this block of X^T when it has written its own of dA.
         hear(shared, DA_WRITTEN, odd)
         _put(X_own, dA_own)
@@ -259,20 +256,20 @@ def add_A(
         hear(shared, XT_ROUNDED, odd)
         hear(shared, Y_ROUNDED, odd)
         hear(shared, 0, odd)
-        dA_own = _begin_square(V_own, transposed(half_at(shared, Q_Y, 1)))
-        dA_own = _add(ZT_far, X_far, dA_own)
-        dA_own = warpgroup_mma_wait(0, deps=[_add(ZT_own, X_own, dA_own)])
+        dA_own = begin_square(V_own, transposed(half_at(shared, Q_Y, 1)))
+        dA_own = add(ZT_far, X_far, dA_own)
+        dA_own = warpgroup_mma_wait(0, deps=[add(ZT_own, X_own, dA_own)])
         dA_own = _of_earlier(dA_own, documents, shared[1], 1, 1, DOCUMENTS)
         left_own = left(_of_columns(dA_own, betas + BLOCK), X_own.dtype)
-        dw_BK = _add(left_own, half_at(shared, odd, 1), dw_BK)
+        dw_BK = add(left_own, half_at(shared, odd, 1), dw_BK)
         _put(X_own, dA_own)
-        dA_far = _add(ZT_far, X_first, _begin_square(V_own, transposed(half_at(shared, Q_Y, 0))))
+        dA_far = add(ZT_far, X_first, begin_square(V_own, transposed(half_at(shared, Q_Y, 0))))
         dA_far, dw_BK = warpgroup_mma_wait(0, deps=[dA_far, dw_BK])
         leave(shared, Q_Y)
         leave(shared, L_V)
         dA_far = _of_earlier(dA_far, documents, shared[1], 1, 0, DOCUMENTS)
         left_far = left(_of_columns(dA_far, betas), X_own.dtype)
-        dw_BK = _add(left_far, half_at(shared, odd, 0), dw_BK)
+        dw_BK = add(left_far, half_at(shared, odd, 0), dw_BK)
         _put(X_far, dA_far)
     fence_async_shared()
     if half == 1:
@@ -284,9 +281,9 @@ def add_A(
 def add_K(shared, odd, dw_BK, ZT_own, ZT_far, half: gl.constexpr):
     """9. Adds Z^T K."""
     come(shared, DL_DP_K, odd)
-    dw_BK = _add(ZT_own, half_at(shared, DL_DP_K, half), dw_BK)
+    dw_BK = add(ZT_own, half_at(shared, DL_DP_K, half), dw_BK)
     if half == 1:
-        dw_BK = _add(ZT_far, half_at(shared, DL_DP_K, 0), dw_BK)
+        dw_BK = add(ZT_far, half_at(shared, DL_DP_K, 0), dw_BK)
     dw_BK = warpgroup_mma_wait(0, deps=[dw_BK])
     leave(shared, DL_DP_K)
     return dw_BK
@@ -295,32 +292,15 @@ def add_K(shared, odd, dw_BK, ZT_own, ZT_far, half: gl.constexpr):
 @gluon.jit
 def begin_U_of_A(shared, odd, half: gl.constexpr):
     """10. What comes through dA."""
-    dU_BK = _begin_wide(transposed(block_at(shared, XT_DA, 2 * half)), half_at(shared, odd, half))
+    dU_BK = begin_wide(transposed(block_at(shared, XT_DA, 2 * half)), half_at(shared, odd, half))
     if half == 0:
-        dU_BK = _add(transposed(block_at(shared, XT_DA, 1)), half_at(shared, odd, 1), dU_BK)
+        dU_BK = add(transposed(block_at(shared, XT_DA, 1)), half_at(shared, odd, 1), dU_BK)
     dU_BK = warpgroup_mma_wait(0, deps=[dU_BK])
     leave(shared, XT_DA)
     return dU_BK
 
 
 # What these have in common
-
-
-@gluon.jit
-def _begin_square(x, y):
-    zeros = gl.zeros([BLOCK, BLOCK], gl.float32, SQUARE)
-    return warpgroup_mma(x, y, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _begin_wide(x, y):
-    zeros = gl.zeros([BLOCK, C], gl.float32, WIDE)
-    return warpgroup_mma(x, y, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _add(x, y, sum):
-    return warpgroup_mma(x, y, sum, is_async=True)
 
 
 @gluon.jit
